@@ -36,7 +36,7 @@ def other_cache(folder: Path) -> Iterator[None]:
     """Compile into another folder for a while.
 
     Inductor and Triton read the variables at every compilation and hand them on to compile workers that already run;
-    what they remember in memory is dropped on both ways. (Same on torch 2.11 and 2.15.)
+    what they remember in memory is dropped on both ways.
     """
     before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
     os.environ.update(cache_environment(folder))

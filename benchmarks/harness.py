@@ -24,7 +24,7 @@ from benchmarks.startup import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.progress import Progress
+    from benchmarks.cli import Progress
 
 ROUNDS_OF_A_GROUP = 1000  # round n of group g is numbered g * 1000 + n
 LEAST_ROUNDS = 5  # of a race that is stopped
@@ -41,16 +41,10 @@ def run_race(
     running_bytes: Callable[[Case], int] | None = None,
     peaks: Mapping[str, Any],
 ) -> None:
-    """Measure the arms of one race and hand out a row for each; a failure is a row too.
+    """Measure the arms of one race and hand each row to ``emit`` as it is ready; a failure is a row too.
 
-    Args:
-        cases: Cases of one race.
-        settings: What the run was asked for.
-        progress: Told what goes on.
-        emit: Takes each row as it is ready.
-        memory_bytes: The workload's estimate of an arm's peak, including the reference that it may have to compute.
-        running_bytes: Its estimate without the reference, if it has one.
-        peaks: Peak rates of this device.
+    ``memory_bytes`` and ``running_bytes`` are the workload's estimates of an arm's peak with and without the reference,
+    ``peaks`` the peak rates of this device.
     """
     arms = _arms(cases, settings)
     emitted: set[str] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -25,9 +26,9 @@ def row(facts: dict[str, Any], peaks: dict[str, Any]) -> dict[str, Any]:
         **facts,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": next(iter(_values("/proc/cpuinfo", "model name")), platform.processor() or platform.machine()),
         "cpu_count": cores(),
-        "cpu_mhz": _cpu_mhz(),
+        "cpu_mhz": max(map(float, _values("/proc/cpuinfo", "cpu MHz")), default=None),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "libraries": _versions(),
         **_commit(),
@@ -76,30 +77,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_model() -> str:
-    for line in _cpuinfo():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _cpu_mhz() -> float | None:
-    speeds = [float(line.partition(":")[2]) for line in _cpuinfo() if line.startswith("cpu MHz")]
-    return max(speeds, default=None)
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+def _values(file: str, name: str) -> list[str]:
+    """What stands after this name in the lines of a file of /proc; nothing where there is no such file."""
+    path = Path(file)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(name)]
 
 
 def _versions() -> dict[str, str]:
     versions = {}
     for name in LIBRARIES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -154,29 +143,25 @@ class Monitor:
         if by_uuid or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)) == 0:
             self._nvml = library
 
-    def _number(self, function: str, *arguments: Any) -> int | None:
+    def _number(self, function: str, *arguments: Any, unit: float = 1.0) -> float | None:
         value = ctypes.c_uint()
         if self._nvml is None or getattr(self._nvml, function)(self._device, *arguments, ctypes.byref(value)) != 0:
             return None
-        return value.value
+        return value.value * unit
 
     def sm_clock(self) -> float | None:
         """MHz, now."""
-        mhz = self._number("nvmlDeviceGetClockInfo", self._SM_CLOCK)
-        return None if mhz is None else float(mhz)
+        return self._number("nvmlDeviceGetClockInfo", self._SM_CLOCK)
 
     def max_sm_clock(self) -> float | None:
-        mhz = self._number("nvmlDeviceGetMaxClockInfo", self._SM_CLOCK)
-        return None if mhz is None else float(mhz)
+        return self._number("nvmlDeviceGetMaxClockInfo", self._SM_CLOCK)
 
     def power(self) -> float | None:
         """Watts, now."""
-        milliwatts = self._number("nvmlDeviceGetPowerUsage")
-        return None if milliwatts is None else milliwatts / 1e3
+        return self._number("nvmlDeviceGetPowerUsage", unit=1e-3)
 
     def power_limit(self) -> float | None:
-        milliwatts = self._number("nvmlDeviceGetEnforcedPowerLimit")
-        return None if milliwatts is None else milliwatts / 1e3
+        return self._number("nvmlDeviceGetEnforcedPowerLimit", unit=1e-3)
 
     def memory(self) -> tuple[int, int] | None:
         """Bytes used on the device by anybody, and free."""
@@ -197,8 +182,5 @@ def free_memory(device: str, monitor: Monitor) -> int | None:
     if device != "cpu":
         memory = monitor.memory()
         return None if memory is None else memory[1]
-    path = Path("/proc/meminfo")
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    found = _values("/proc/meminfo", "MemAvailable")
+    return int(found[0].split()[0]) * 1024 if found else None

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from benchmarks.cli import UsageError
+from benchmarks.cli import Progress, UsageError, words
 from benchmarks.harness import run_race
 from benchmarks.machine import Monitor, cache_environment, cores, row
 from benchmarks.plan import Case, races_of
 from benchmarks.process import Worker, WorkerFailure, kill_all
-from benchmarks.progress import Progress, words
 from benchmarks.record import Result, Store, load
 from benchmarks.startup import Settings, estimate_race
 

@@ -136,11 +136,10 @@ def arms_of(
     modes: Sequence[str] = (),
     dynamic: bool = False,
 ) -> list[Case]:
-    """The arms that the options name, on the model and input of ``base``; the default arms if they name none.
+    """The arms that the options name, each value with each, on the model and input of ``base``.
 
-    Given values are combined, each with each; an option left out takes the default arms' values. With ``dynamic`` a
-    dynamic twin follows every compiled arm. The list holds arms that cannot exist, too: ``expand`` drops them and says
-    why.
+    An option left out takes the default arms' values. With ``dynamic`` a dynamic twin follows every compiled arm. Arms
+    that cannot exist are in the list: ``expand`` drops them and says why.
     """
     gpu = base.device != "cpu"
     default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]

@@ -45,9 +45,7 @@ class WorkerFailure(Exception):
 
     def __init__(self, status: str, reason: str, operation: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
-        self.status = status
-        self.reason = reason
-        self.operation = operation
+        self.status, self.reason, self.operation = status, reason, operation
 
 
 class Worker:

@@ -22,7 +22,7 @@ from benchmarks.process import SET_TMPDIR, Worker, WorkerFailure, kill_all
 from benchmarks.record import Check, Compile, Memory, Result, Work
 
 if TYPE_CHECKING:
-    from benchmarks.progress import Progress
+    from benchmarks.cli import Progress
 
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "process for the race"
 COUNTS = ("graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")

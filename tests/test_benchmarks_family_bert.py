@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.families import bert_arms, bert_train
-from benchmarks.families.bert_train import LABELS, Task
+from benchmarks.families import bert_arms
+from benchmarks.families.bert import config_of
+from benchmarks.families.bert_arms import LABELS, Task
 from benchmarks.plan import IMPLEMENTATIONS
 from benchmarks.worker import Handler
 from tests.workloads import Arms
@@ -46,12 +47,12 @@ def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
 
 def test_labels_can_be_learnt_from_words():
     training = training_of(impl="upstream")
-    config, rows = bert_train.config_of("bert-debug"), Task(rows=64, length=32)
+    config, rows = config_of("bert-debug"), Task(batch=64, length=32)
     words = nn.EmbeddingBag(config.vocab_size, LABELS)
     optimizer = torch.optim.AdamW(words.parameters(), lr=0.1)
     losses = []
     for index in range(60):
-        texts = bert_train.draw(config, rows, seed=index)
+        texts = bert_arms.draw_texts(config, rows, seed=index)
         loss = nn.functional.cross_entropy(words(texts.input_ids), texts.labels)
         optimizer.zero_grad()
         loss.backward()
@@ -80,11 +81,11 @@ def test_every_arm_is_given_the_same_texts():
 
 
 def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(bert_train.EPOCH, "cpu", 200)
+    monkeypatch.setitem(bert_arms.EPOCH, "cpu", 200)
     training = training_of(input=EPOCH)
     declared = [shapes_of(pytree.tree_leaves(batch)) for batch in training.shapes]
     sizes = [batch["input_ids"].input_ids.numel() for batch in training.shapes]
-    assert len(set(declared)) == len(declared) <= bert_train.BUCKETS
+    assert len(set(declared)) == len(declared) <= bert_arms.BUCKETS
     assert sizes == sorted(sizes, reverse=True) and sizes[0] >= 4 * 32
     assert len({batch["input_ids"].offsets.shape for batch in training.shapes}) == 1
     for batch in (*training.loader(), *(training.batch(index) for index in range(6))):
@@ -129,8 +130,8 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
 def test_figures_of_an_epoch_are_means_of_its_batches():
     prepared, padded = prepare(workload="train", input=EPOCH), prepare(workload="train", input=EPOCH, impl="upstream")
     batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]  # type: ignore[union-attr]
-    config = bert_train.config_of("bert-debug")
+    config = config_of("bert-debug")
     assert prepared.sizes["tokens"] == sum(map(sum, batches)) // 20 == prepared.count
-    assert prepared.flops == sum(bert_train.flops(config, rows) for rows in batches) // 20 == padded.flops
+    assert prepared.flops == sum(bert_arms.training_flops(config, rows) for rows in batches) // 20 == padded.flops
     assert prepared.sizes["tokens"] < prepared.sizes["packed_tokens"] < padded.sizes["padded_tokens"] < 4 * 32
     assert list(prepared.preparation_seconds) == ["packing an epoch on the host"] and not padded.preparation_seconds

@@ -16,7 +16,7 @@ import torch_geometric.loader
 from torch._dynamo.utils import counters
 
 from benchmarks import strategies
-from benchmarks.families import gnn_arms, gnn_train, graphs
+from benchmarks.families import gnn, gnn_arms, graphs
 from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation
 from benchmarks.families.gnn_arms import Architecture, architecture
 from benchmarks.families.graphs import GraphSpec
@@ -207,7 +207,7 @@ class Loader:
 def test_the_library_s_loader_where_it_can_be_had(impl: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Loader, "made", [], raising=False)
     monkeypatch.setattr(torch_geometric.loader, "NeighborLoader", Loader)
-    monkeypatch.setattr(gnn_train, "library_samples", lambda: True)
+    monkeypatch.setattr(gnn, "library_samples", lambda: True)
 
     def epochs() -> list[list[dict[str, Any]]]:
         training = prepare(seed=3, **SAMPLED, impl=impl).training

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.families import llm_arms, llm_steps, llm_train
+from benchmarks.families import llm, llm_arms
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.training import Trainer
@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_norms_of_heads_and_many_layers_match_the_reference(small: None, input: str, impl: str):
     prepared = prepare(model=QWEN, input=input, impl=impl)
     reference = prepared.reference()
-    assert reference.shape == (llm_steps.task_of(input).batch, 101)
+    assert reference.shape == (llm_arms.task_of(input).batch, 101)
     assert not torch.allclose(reference[0], reference[1], atol=0.1)
     assert error(first_call(prepared), reference) < 3e-6
 
@@ -62,16 +62,16 @@ def test_the_reference_is_the_library_s_own_model(input: str):
     prepared = prepare(input=input, dtype="bfloat16", impl="upstream")
     whole: Any = prepared.model.float()
     if input.startswith("decode"):
-        config, task = PRESETS["llm-debug"], llm_steps.task_of(input)
+        config, task = PRESETS["llm-debug"], llm_arms.task_of(input)
 
         def past(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
             return llm_arms.draw_past(config, task, layer, seed=0, dtype=torch.bfloat16, device=torch.device("cpu"))
 
         tokens = llm_arms.draw_tokens(config, task, seed=0, device=torch.device("cpu"))
-        whole = llm_steps.UpstreamDecode(whole.model, task, tokens, past)
+        whole = llm_arms.UpstreamDecode(whole.model, task, tokens, past)
         assert whole.cache.layers[0].keys.dtype == torch.float32
     if input.startswith("answer"):
-        whole = llm_steps.UpstreamAnswer(whole.model, llm_steps.task_of(input), prepared.inputs["input_ids"])
+        whole = llm_arms.UpstreamAnswer(whole.model, llm_arms.task_of(input), prepared.inputs["input_ids"])
     with torch.inference_mode():
         assert error(whole(**prepared.inputs), prepared.reference()) < 3e-6
 
@@ -114,7 +114,7 @@ def test_reset_makes_the_next_call_the_first_again(impl: str):
 
 def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
     assert workloads.prepare(CASE).training.checked == 6
-    monkeypatch.setattr(llm_train, "_LONG", 15)
+    monkeypatch.setattr(llm, "_LONG", 15)
     prepared = workloads.prepare(CASE)
     arm = Trainer(CASE, prepared)
     losses = arm.losses(arm.eager())
@@ -123,11 +123,11 @@ def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(llm_train, "REFERENCE_ROWS", 7)
+    monkeypatch.setattr(llm, "REFERENCE_ROWS", 7)
     prepared = workloads.prepare(dataclasses.replace(CASE, impl="upstream"))
     model, batch = prepared.model, prepared.training.batch(0)
     weights = list(model.parameters())
-    losses = [loss(model, batch) for loss in (llm_train.upstream_loss, llm_train.loss_in_parts)]
+    losses = [loss(model, batch) for loss in (llm.upstream_loss, llm.loss_in_parts)]
     torch.testing.assert_close(losses[0], losses[1])
     gradients = [torch.autograd.grad(loss, weights) for loss in losses]
     torch.testing.assert_close(gradients[0], gradients[1])

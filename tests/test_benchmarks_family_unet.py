@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import unet, unet_arms, unet_loop
+from benchmarks.families import unet, unet_arms
 from benchmarks.plan import IMPLEMENTATIONS
 from tests import workloads
 from tests.workloads import Arms, call, error
@@ -37,7 +37,7 @@ def test_large_models_have_a_reference_in_float32():
     assert found == [torch.float64, torch.float64, torch.float32]
     config = PRESETS["unet-debug"]
     prepared = prepare(impl="upstream")
-    weights = unet_arms.seeded(config, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    weights = unet_arms.Weights(unet_arms.skeleton(config), seed=0, dtype=torch.float32, device=torch.device("cpu"))
     single = unet_arms.reference_output(config, weights, prepared.inputs, torch.float32)
     assert single.dtype == torch.float32
     assert 0 < error(single, prepared.reference()) < 1e-5
@@ -87,7 +87,7 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
     for _ in range(2):
         assert error(call(prepared), reference) < 1e-5
     loop: Any = prepared.model
-    if isinstance(loop, unet_loop.ZooLoop):
+    if isinstance(loop, unet.ZooLoop):
         assert loop.sampler.captures == 1
     else:
         assert loop.pipeline.unet is loop.unet and type(loop.unet).__module__.partition(".")[0] in (impl, "diffusers")

@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from benchmarks import timing
+from benchmarks.cli import Progress, words
 from benchmarks.harness import race
 from benchmarks.machine import Monitor
 from benchmarks.plan import Case
 from benchmarks.process import WorkerFailure
-from benchmarks.progress import Progress, words
 from benchmarks.startup import ArmRun
 from benchmarks.timing import back_to_back, calibrate, host, once, settle
 
@@ -197,7 +197,7 @@ def test_the_host_does_not_wait_for_the_device():
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [0.0]
-    monkeypatch.setattr("benchmarks.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: clock[0])
     return clock
 
 

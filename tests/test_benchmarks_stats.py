@@ -22,8 +22,6 @@ def test_bad_samples_are_named(samples: list[float], said: str) -> None:
         stats.median(samples)
     with pytest.raises(ValueError, match=said):
         stats.unpaired_ratio(samples, [1.0])
-    with pytest.raises(ValueError, match=r"0\.\.100, got 101"):
-        stats.percentile([1.0], 101)
 
 
 def test_pairing_cancels_what_slows_a_whole_round() -> None:
@@ -84,8 +82,6 @@ def test_a_difference_below_the_noise_is_undetermined() -> None:
     assert stats.verdict(_ratio(0.95, 0.97), 0.02) == "slower"
     assert stats.verdict(_ratio(0.97, 0.99), 0.02) == "undetermined"
     assert stats.verdict(_ratio(0.9, 1.1), 0.0) == "undetermined"
-    with pytest.raises(ValueError, match="noise floor"):
-        stats.verdict(small_gain, -0.1)
 
 
 def test_break_even() -> None:

@@ -27,11 +27,10 @@ import torch
 from rich.console import Console
 
 from benchmarks import measure, run
-from benchmarks.cli import UsageError, run_command
+from benchmarks.cli import Progress, UsageError, run_command
 from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
-from benchmarks.progress import Progress
 from benchmarks.record import Result, Store
 from benchmarks.report.cells import race_notes
 from benchmarks.startup import COLD, RACE, ArmRun, Job, Settings, bring_up, failures_of, prepare_race, processes

@@ -311,17 +311,16 @@ def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, de
 
 
 class SeededWeights(Mapping[str, Tensor]):
-    """Tensors under the upstream library's names, each drawn when it is asked for.
+    """Weights of ``model`` under its names, each drawn when it is asked for; tied ones once.
 
     Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows.
 
     The same seed gives the same weights on the same kind of device.
     """
 
-    def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.shapes, self.seed, self.dtype, self.device = shapes, seed, dtype, device
+    def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self.seed, self.dtype, self.device = seed, dtype, device
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self.shapes[name]

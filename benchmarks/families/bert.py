@@ -5,26 +5,36 @@ Shapes: B rows, T tokens of the longest, C width.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families import bert_arms, bert_train
+from benchmarks.families import bert_arms
 from benchmarks.families.base import (
     Prepared,
     SeededWeights,
+    Training,
     Workload,
     accelerated,
+    autocast_of,
     dtype_of,
     parameters_of,
     timed,
     zoo_model,
 )
 from benchmarks.plan import Case
-from zoo.bert import Bert, PackedBatch, pack, token_buckets
-from zoo.bert.convert import placements
+from benchmarks.training import checkpointed, reference_losses
+from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
+from zoo.bert.convert import placements, skeleton
 from zoo.bert.model import PRESETS
+
+# Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up, two
+# copies of one arm part after some twenty steps at a rate of fine-tuning.
+_RATE_TIMES_WIDTH = 1.5e-3
 
 
 class BertWorkload(Workload):
@@ -52,17 +62,23 @@ class BertWorkload(Workload):
     quick_races = (("bert-base", "32x128"),)
 
     def cannot(self, case: Case) -> str | None:
-        if case.workload == "train":
-            return bert_train.cannot(case)
-        if case.input.startswith("epoch-"):
+        given, limit = bert_arms.task(case.input), PRESETS[case.model].positions
+        if given.epoch and case.workload != "train":
             return f"{case.input} is for training"
-        length, limit = bert_arms.task(case.input).length, PRESETS[case.model].positions
-        return f"{case.input} needs {length} positions, and {case.model} has {limit}" if length > limit else None
+        if given.skewed and case.workload == "train":
+            return f"{case.input} is an input of inference; training takes BxT, epoch-BxT or epoch-static-BxT"
+        if given.length > limit:
+            return f"{case.input} needs {given.length} positions, and {case.model} has {limit}"
+        if given.epoch and case.dynamic and case.impl != "upstream":
+            return f"{case.impl} has declared shapes; dynamic ones are for batches that are padded to their longest row"
+        if given.kind == "epoch-static" and case.dynamic:
+            return f"{case.input} is about static shapes; dynamic ones are raced on {case.input.replace('static-', '')}"
+        return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, and what is alive at once in a layer whose steps are not fused."""
         if case.workload == "train":
-            return bert_train.memory(case, reference=reference)
+            return training_memory(case, reference=reference)
         config, given, itemsize = PRESETS[case.model], bert_arms.task(case.input), dtype_of(case).itemsize
         parameters, tokens = parameters_of(Bert, config), given.batch * given.length
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
@@ -77,10 +93,10 @@ class BertWorkload(Workload):
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         if case.workload == "train":
-            return bert_train.prepare(case, seed=seed)
+            return prepare_training(case, seed=seed)
         config, given = PRESETS[case.model], bert_arms.task(case.input)
         device, dtype = torch.device(case.device), dtype_of(case)
-        weights = SeededWeights(bert_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+        weights = SeededWeights(skeleton(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_arms.draw_inputs(config, given, seed=seed)
         preparation: dict[str, float] = {}
         sizes: dict[str, int] = {}
@@ -145,6 +161,109 @@ class ZooStep(nn.Module):
         output: Any = self.model(input_ids)
         pooled: Tensor = output.pooler_output
         return pooled if isinstance(input_ids, PackedBatch) else (output.last_hidden_state, pooled)
+
+
+# --- training ---
+
+
+def config_of(model: str) -> BertConfig:
+    """The config of a classifier without dropout, which every arm would draw anew."""
+    return replace(
+        PRESETS[model],
+        head="sequence-classification",
+        num_labels=bert_arms.LABELS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+
+def prepare_training(case: Case, *, seed: int) -> Prepared:
+    """Build model and batches on the device."""
+    config, asked = config_of(case.model), bert_arms.task(case.input)
+    device = torch.device(case.device)
+    weights = SeededWeights(skeleton(config), seed=seed, dtype=torch.float32, device=device)
+    batches = bert_arms.Batches(case.impl, config, asked, device, seed=seed)
+
+    model: nn.Module
+    compile_layers: Callable[..., nn.Module] | None = None
+    if case.impl == "zoo":
+        model, loss = zoo_model(Bert, config, weights, placements(config)), zoo_loss
+    else:
+        model, loss = bert_arms.build(config, weights), upstream_loss
+        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
+
+    training = Training(
+        loss=loss,
+        batch=batches.checked,
+        learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
+        autocast=autocast_of(dtype_of(case)),
+    )
+    if asked.epoch:
+        epoch = batches.epoch
+        training = replace(training, shapes=batches.shapes(), loader=lambda: epoch, round=bert_arms.ROUND[device.type])
+
+    def reference() -> Tensor:
+        theirs = bert_arms.build(config, weights).requires_grad_(True)
+        checkpointed(theirs.base_model.encoder.layer)
+        padded = bert_arms.Batches("upstream", config, asked, device, seed=seed)
+        return reference_losses(theirs, replace(training, loss=upstream_loss, batch=padded.checked))
+
+    sizes, lengths = batches.sizes(), batches.lengths
+    return Prepared(
+        model=model.requires_grad_(True).train(),
+        inputs={},
+        compile_regions=compile_layers,
+        dynamic=False if asked.kind == "epoch-static" else None,
+        reference=reference,
+        bytes=bert_arms.training_bytes(config, dtype_of(case).itemsize),
+        bytes_formula=bert_arms.TRAINING_BYTES_FORMULA,
+        flops=sum(bert_arms.training_flops(config, rows) for rows in lengths) // len(lengths),
+        data="generated (an epoch of log-normal lengths)" if asked.epoch else "generated (full rows)",
+        preparation_seconds=batches.preparation(),
+        sizes={
+            **sizes,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "parameters": parameters_of(Bert, config),
+        },
+        count=sizes["tokens"],
+        unit="tokens",
+        training=training,
+    )
+
+
+def zoo_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Cross entropy of ids [B, T] or a packed batch, and labels [B]."""
+    loss: Tensor = model(batch["input_ids"], labels=batch["labels"]).loss
+    return loss
+
+
+def upstream_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    """The same of ids and, where rows are short, a mask."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def training_memory(case: Case, *, reference: bool) -> int:
+    """Estimated device memory of an arm, padded as far as any batch is, or of the reference if that takes more."""
+    config, asked = config_of(case.model), bert_arms.task(case.input)
+    parameters, tokens, layers = parameters_of(Bert, config), asked.batch * asked.length, config.num_hidden_layers
+    # Scores, their softmax and its gradient, where attention writes them out: on a CPU, and in float64.
+    scores = 3 * asked.batch * config.num_attention_heads * asked.length**2
+    running = 4 * layers * (tokens * inside(config) + (scores if case.device == "cpu" else 0))
+    passing = layers * tokens * config.hidden_size
+    exact = 8 * (passing + 2 * (tokens * inside(config) + scores) + 4 * parameters)
+    epoch = 16 * bert_arms.EPOCH[case.device] * tokens if asked.epoch else 0
+    return 20 * parameters + epoch + (max(running, exact) if reference else running)
+
+
+def inside(config: BertConfig) -> int:
+    """Values that a token leaves behind in a layer for the backward.
+
+    Its input, three projections, what attention gives, what goes into both norms and comes out, and both sides of the
+    activation.
+    """
+    return 10 * config.hidden_size + 2 * config.intermediate_size
 
 
 WORKLOAD = BertWorkload()

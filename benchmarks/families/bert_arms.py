@@ -1,51 +1,82 @@
-"""What BERT is given in inference, transformers' arms, and what an encoder must do and move.
+"""What BERT is given, transformers' arms, and what an encoder must do and move.
 
-Legend: B rows, T tokens of the longest, N tokens of all, C width, I width inside the MLP, L layers.
+Legend: B rows, T tokens of the longest, N tokens of all, C width, K labels.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.bert import BertConfig
+from benchmarks.families.base import parameters_of
+from zoo.bert import Bert, BertConfig, pack, token_buckets
 from zoo.bert.convert import reset_buffers, skeleton
+from zoo.bert.packing import filling_rows
 
 BYTES_FORMULA = (
     "Every weight of the layers and the pooler is read once, of the word table the rows of the tokens, of the position "
     "table as many rows as the longest text has tokens; ids are read, and what is returned is written. Padding counts "
     "for nothing. Activations are taken to stay in the caches of the chip."
 )
+TRAINING_BYTES_FORMULA = (
+    "Weights of the layers are read in the forward and again for gradients by inputs, in the dtype of autocast. And 32 "
+    "bytes for every weight of all: its gradient is written, and the optimizer reads weight, gradient and two moments "
+    "and writes three. Left out, so that it is a lower bound: activations."
+)
 # The reference takes so many rows at once: it writes scores out.
 REFERENCE_ROWS = 16
-_INPUT = re.compile(r"(?P<skewed>skewed-)?(?P<batch>\d+)x(?P<length>\d+)")
-# Lengths of texts are roughly log-normal. With this median and spread about half of a batch is filled when what is
-# longer than the batch is wide is cut off, as a tokenizer does.
-_MEDIAN, _SPREAD = 0.42, 0.75
+_INPUT = re.compile(r"(?:(?P<kind>skewed|epoch|epoch-static)-)?(?P<batch>\d+)x(?P<length>\d+)")
+# Lengths of texts are roughly log-normal. With this median (of the longest) and spread about half of a skewed batch is
+# filled, and less of an epoch's, once longer texts are cut off as by a tokenizer.
+_SKEWED, _EPOCH = (0.42, 0.75), (0.25, 0.5)
+LABELS = 4
+# Every label has a few words of its own, and so much of each of its texts consists of them.
+WORDS, SHARE = 8, 0.25
+# Batches of an epoch, and how many of them are a round, which every arm runs: rounds go through the epoch in order.
+EPOCH, ROUND = {"cuda": 1000, "cpu": 20}, {"cuda": 25, "cpu": 2}
+# Sizes that packed batches are filled up to: most are spaced over the epoch's own numbers of tokens.
+BUCKETS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one call is given: ``batch`` rows of ``length`` tokens, or where ``skewed`` most of them well shorter."""
+    """What one call, or one step, is given: ``batch`` rows of ``length`` tokens, or of at most so many.
+
+    ``kind``: none, all rows are full; ``skewed``, most are well shorter; ``epoch``, batches of any lengths;
+    ``epoch-static``, the same with a graph for each length in upstream's compiled arms.
+    """
 
     batch: int
     length: int
-    skewed: bool
+    kind: str | None = None
+
+    @property
+    def skewed(self) -> bool:
+        return self.kind == "skewed"
+
+    @property
+    def epoch(self) -> bool:
+        return self.kind in ("epoch", "epoch-static")
 
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each row, rising: evenly spaced quantiles, so that every seed has equal work."""
         if not self.skewed:
             return (self.length,) * self.batch
         quantiles = (torch.arange(self.batch, dtype=torch.float64) + 0.5) / self.batch
-        normal = math.sqrt(2) * torch.erfinv(2 * quantiles - 1)
-        drawn = (self.length * _MEDIAN * (_SPREAD * normal).exp()).round().clamp(2, self.length)
-        return tuple(int(length) for length in drawn)
+        return tuple(self.log_normal(math.sqrt(2) * torch.erfinv(2 * quantiles - 1), *_SKEWED).tolist())
+
+    def log_normal(self, normal: Tensor, median: float, spread: float) -> Tensor:
+        """Lengths from normal numbers; the median is a share of the longest."""
+        return (self.length * median * (spread * normal).exp()).round().clamp(2, self.length).long()
 
     @property
     def tokens(self) -> int:
@@ -54,15 +85,17 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """The task called ``BxT`` or ``skewed-BxT``.
+    """The task called ``BxT``, ``skewed-BxT``, ``epoch-BxT`` or ``epoch-static-BxT``.
 
     Raises:
-        ValueError: If the name is neither.
+        ValueError: If the name is none of them.
     """
     found = _INPUT.fullmatch(name)
     if found is None or int(found["batch"]) < 1 or int(found["length"]) < 2:
-        raise ValueError(f"input {name!r} is neither BATCHxTOKENS nor skewed-BATCHxTOKENS (2 or more)")
-    return Task(batch=int(found["batch"]), length=int(found["length"]), skewed=found["skewed"] is not None)
+        raise ValueError(
+            f"input {name!r} is not BATCHxTOKENS (2 or more), by itself or after skewed-, epoch- or epoch-static-"
+        )
+    return Task(batch=int(found["batch"]), length=int(found["length"]), kind=found["kind"])
 
 
 def draw_inputs(config: BertConfig, task: Task, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -75,12 +108,135 @@ def draw_inputs(config: BertConfig, task: Task, *, seed: int) -> tuple[Tensor, T
     return torch.where(mask, ids, pad), mask.long()
 
 
+# --- training: texts with labels, and batches of them ---
+
+
+class Texts(NamedTuple):
+    """A batch on the host: ids and mask [B, T], padded on the right to the longest row; labels [B]."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self.attention_mask.sum(1).tolist()
+
+
+def draw_texts(config: BertConfig, task: Task, *, seed: int, longest: bool = False) -> Texts:
+    """A batch of texts, each of a few words of its label among others; with ``longest`` one has all its tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.full((task.batch,), task.length)
+    if task.epoch:
+        lengths = task.log_normal(torch.randn(task.batch, generator=generator), *_EPOCH)
+        if longest:
+            lengths[0] = task.length
+    return draw_rows(config, lengths, generator)
+
+
+def draw_rows(config: BertConfig, lengths: Tensor, generator: torch.Generator) -> Texts:
+    """Texts of these lengths [B]."""
+    rows, longest = len(lengths), int(lengths.max())
+    pad = config.pad_token_id
+    first = 0 if pad is None else pad + 1
+    labels = torch.randint(LABELS, (rows,), generator=generator)
+    ids = torch.randint(first, config.vocab_size, (rows, longest), generator=generator)
+    words = first + labels[:, None] * WORDS + torch.randint(WORDS, (rows, longest), generator=generator)
+    ids = torch.where(torch.rand(rows, longest, generator=generator) < SHARE, words, ids)
+    mask = torch.arange(longest) < lengths[:, None]
+    return Texts(torch.where(mask, ids, 0 if pad is None else pad), mask.long(), labels)
+
+
+class Batches:
+    """Batches of training: ``zoo`` packs them, ``upstream`` pads to the longest row of a batch.
+
+    ``upstream-tuned`` pads to the longest of all and hands the mask over as attention takes it. Rows of one length need
+    none of it.
+    """
+
+    def __init__(self, impl: str, config: BertConfig, task: Task, device: torch.device, *, seed: int) -> None:
+        self.impl, self.config, self.task, self.device, self.seed = impl, config, task, device, seed
+        count = EPOCH[device.type] if task.epoch else 1
+        self.texts = [draw_texts(config, task, seed=self.seed_of(index)) for index in range(count)]
+        self.buckets: tuple[int, ...] = ()
+        if task.epoch:
+            tokens = [sum(text.lengths) for text in self.texts]
+            self.buckets = token_buckets(task.batch, task.length, steps=BUCKETS, typical=(min(tokens), max(tokens)))
+
+    def seed_of(self, index: int) -> int:
+        """Of one batch; those below zero are not of the epoch."""
+        return (self.seed << 20) + (1 << 16) + index
+
+    def checked(self, index: int) -> dict[str, Any]:
+        """The batch of a step that is checked; of an epoch none of its own, and padded as far as any."""
+        return self.to_device(
+            self.arrange(draw_texts(self.config, self.task, seed=self.seed_of(-1 - index), longest=True))
+        )
+
+    def arrange(self, texts: Texts) -> dict[str, Any]:
+        """What the loss is called with, still on the host."""
+        ids, mask, labels = texts
+        if not self.task.epoch:
+            return {"input_ids": ids, "labels": labels}
+        rows, length = self.task.batch, self.task.length
+        if self.impl == "zoo":
+            packed = pack(ids, mask, config=self.config, buckets=self.buckets, rows=rows, length=length)
+            return {"input_ids": packed, "labels": labels}
+        if self.impl == "upstream-tuned":
+            more = (0, length - ids.shape[1])
+            pad = self.config.pad_token_id or 0
+            ids = F.pad(ids, more, value=pad)
+            mask = F.pad(mask, more).bool()[:, None, None]
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The same on the device."""
+        return {name: value.to(self.device) for name, value in batch.items()}
+
+    def shapes(self) -> tuple[dict[str, Any], ...]:
+        """A packed batch of each bucket, the largest first; nothing for those that are padded."""
+        if self.impl != "zoo":
+            return ()
+        rows, length = self.task.batch, self.task.length
+        filling = filling_rows(self.buckets, rows, length)
+        found = []
+        for size in reversed(self.buckets):
+            each, more = divmod(min(size - filling, rows * length), rows)
+            lengths = each + (torch.arange(rows) < more).long()
+            texts = draw_rows(self.config, lengths, torch.Generator().manual_seed(self.seed))
+            found.append(self.to_device(self.arrange(texts)))
+        return tuple(found)
+
+    @cached_property
+    def epoch(self) -> list[dict[str, Any]]:
+        """All batches of the epoch in order, on the device."""
+        began = time.perf_counter()
+        ready = [self.arrange(texts) for texts in self.texts]
+        self.seconds = time.perf_counter() - began
+        return [self.to_device(batch) for batch in ready]
+
+    def preparation(self) -> dict[str, float]:
+        """Seconds of what a loader would do for the zoo beside padding."""
+        return {"packing an epoch on the host": self.seconds} if self.task.epoch and self.impl == "zoo" else {}
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of every row of every batch."""
+        return [texts.lengths for texts in self.texts]
+
+    def sizes(self) -> dict[str, int]:
+        """What a reader needs to know; of an epoch the means of its batches."""
+        count = len(self.texts)
+        found = {"batch": self.task.batch, "length": self.task.length, "tokens": sum(map(sum, self.lengths)) // count}
+        if self.task.epoch:
+            found |= {"batches": count, "padded_tokens": sum(texts.input_ids.numel() for texts in self.texts) // count}
+        if self.task.epoch and self.impl == "zoo":
+            found["packed_tokens"] = sum(batch["input_ids"].input_ids.numel() for batch in self.epoch) // count
+        return found
+
+
 # --- transformers' arms: as its users would run it, at its documented best, and as the reference ---
-
-
-def shapes(config: BertConfig) -> dict[str, tuple[int, ...]]:
-    """Of all weights under transformers' names."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
 
 
 def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
@@ -155,3 +311,14 @@ def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
     rows = min(task.tokens, config.vocab_size) + task.length + 1 + 2
     written = task.batch + (0 if task.skewed else task.tokens)
     return (weights + (rows + written) * width) * itemsize + 8 * task.tokens
+
+
+def training_flops(config: BertConfig, lengths: Sequence[int]) -> int:
+    """Gradients by inputs and by weights each take what the forward does; padding is no work to be done."""
+    return 3 * (flops(config, lengths) + 2 * len(lengths) * LABELS * config.hidden_size)
+
+
+def training_bytes(config: BertConfig, itemsize: int) -> int:
+    """Fewest bytes that one step moves through device memory, as :data:`TRAINING_BYTES_FORMULA` says."""
+    layers = config.num_hidden_layers * layer_weights(config)
+    return 2 * layers * itemsize + 32 * parameters_of(Bert, config)

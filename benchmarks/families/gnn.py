@@ -1,19 +1,45 @@
-"""GCN, GAT and GraphSAGE over a whole graph: models, inputs, and the arms of both libraries from one set of weights."""
+"""GCN, GAT and GraphSAGE over a whole graph, and GraphSAGE trained on sampled neighbourhoods.
+
+Legend: N nodes and E edges of a batch, B seeds; n and e of one that is not padded.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import zoo
-from benchmarks.families import gnn_arms, gnn_train, graphs
-from benchmarks.families.base import Prepared, Workload, autocast_of, dtype_of, timed, weights_dtype
+from benchmarks.families import gnn_arms, graphs
+from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, timed, weights_dtype
 from benchmarks.families.gnn_arms import Architecture, architecture
-from benchmarks.families.gnn_train import SAMPLED
 from benchmarks.families.graphs import Graph
 from benchmarks.plan import Case
+from benchmarks.training import reference_losses
+from zoo.gnn import NeighborSampler, SampledBatch, Subgraph
 
+SAMPLED = "-sampled"
+# Batches of an epoch, which is a round of the race.
+BATCHES = 24
+SAMPLED_BYTES_FORMULA = (
+    "Of a batch of the usual size what full-batch training of such a graph must move, in each layer for the rows that "
+    "the next one reads, and the features that are gathered for it, read and written."
+)
+TRAINING_BYTES_FORMULA = (
+    "Twice what inference must move: the backward gathers as much as the forward. Left out, so that it is a lower "
+    "bound: activations that are kept, weight gradients, and the optimizer, which reads and writes 28 bytes a weight."
+)
+LEARNING_RATE = 1e-2
+# What a batch that is not padded holds.
+_INPUTS = ("nodes", "edge_index", "seeds", "hop_nodes", "hop_edges")
 KINDS = ("gcn", "gat", "graphsage")
 
 
@@ -51,7 +77,7 @@ class GnnWorkload(Workload):
         nodes, edges = counts.nodes, counts.edges
         arch = architecture(case.model, graph_name, features=counts.features, classes=counts.classes)
         if case.input.endswith(SAMPLED):
-            return gnn_train.sampled_memory(case, arch, nodes, edges, reference=reference)
+            return sampled_memory(case, arch, nodes, edges, reference=reference)
         itemsize = weights_dtype(case).itemsize
         # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
         sorting = 6 * 16 * edges
@@ -62,7 +88,7 @@ class GnnWorkload(Workload):
         dense = gnn_arms.dense_bytes(arch, nodes, itemsize)
         tuned_csr = case.impl == "upstream-tuned" and gnn_arms.tuned_layout(case, arch.kind) == "csr"
         if case.workload == "train":
-            messages = gnn_train.memory(case, arch, nodes, edges, reference=reference)
+            messages = gnn_arms.training_memory(case, arch, nodes, edges, reference=reference)
         elif tuned_csr or (case.impl == "zoo" and case.device == "cuda"):
             messages = 0  # nothing is as long as the edges and as wide as the features
         elif case.strategy == "eager":
@@ -83,6 +109,7 @@ class GnnWorkload(Workload):
             return graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
 
         graph = load()
+        sizes = [(graph.nodes, graph.edges)]
         arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
         shipped = gnn_arms.build(arch, seed=seed).to(device, held)
         x = graph.x.to(held)
@@ -90,12 +117,12 @@ class GnnWorkload(Workload):
         with timed("", preparation, case.device):
             model, inputs, what = _implementation(case, arch, shipped, graph)
 
-        def compile_convs(model: torch.nn.Module, **options: Any) -> None:
+        def compile_convs(model: nn.Module, **options: Any) -> None:
             if case.impl == "upstream" and not case.dynamic:
                 options["dynamic"] = None  # as its users leave it
             gnn_arms.compile_convs(model, **options)
 
-        def reference() -> torch.Tensor:
+        def reference() -> Tensor:
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
             model = gnn_arms.build(arch, seed=seed).to(device, held)
             return gnn_arms.reference_output(arch, model, x, load().edge_index)
@@ -106,9 +133,9 @@ class GnnWorkload(Workload):
             static=tuple(inputs),
             compile_regions=None if case.impl == "zoo" else compile_convs,
             reference=reference,
-            bytes=gnn_arms.bytes_moved(arch, graph.nodes, graph.edges, dtype_of(case).itemsize),
+            bytes=gnn_arms.bytes_moved(arch, sizes * arch.layers, dtype_of(case).itemsize),
             bytes_formula=gnn_arms.BYTES_FORMULA,
-            flops=gnn_arms.flops(arch, graph.nodes, graph.edges),
+            flops=gnn_arms.flops(arch, sizes * arch.layers),
             data=graph.data,
             preparation_seconds={} if what is None else {what: preparation[""]},
             sizes={
@@ -124,15 +151,15 @@ class GnnWorkload(Workload):
             },
         )
         if case.input.endswith(SAMPLED):
-            return gnn_train.for_sampled_training(case, prepared, arch, graph, seed=seed)
+            return for_sampled_training(case, prepared, arch, graph, seed=seed)
         if case.workload == "train":
-            return gnn_train.for_training(case, prepared, arch, graph, seed=seed)
+            return for_training(case, prepared, arch, graph, seed=seed)
         return prepared
 
 
 def _implementation(
-    case: Case, arch: Architecture, shipped: torch.nn.Module, graph: Graph
-) -> tuple[torch.nn.Module, dict[str, Any], str | None]:
+    case: Case, arch: Architecture, shipped: nn.Module, graph: Graph
+) -> tuple[nn.Module, dict[str, Any], str | None]:
     """The case's model, its inputs besides ``x``, and what was prepared once, if anything.
 
     Where parts of the graph are sampled nothing of the whole is prepared, and no input is left.
@@ -149,6 +176,270 @@ def _implementation(
     if sampled:
         return ours, {}, None
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"
+
+
+# --- training ---
+
+
+def training_of(
+    graph: Graph, x: Tensor, inputs: dict[str, Any], *, seed: int, autocast: torch.dtype | None = None
+) -> Training:
+    """Cross entropy over half of the nodes, another half in each step; labels are a random linear map of features."""
+    labels = labels_of(x, graph.classes, seed=seed).cpu()
+
+    def batch(index: int) -> Tensor:
+        generator = torch.Generator().manual_seed((seed << 20) + index)
+        # Left out by value and not by selection, whose size would differ and be waited for; in every arm alike.
+        left_out = torch.rand(graph.nodes, generator=generator) < 0.5
+        return torch.where(left_out, -100, labels).to(x.device)
+
+    def loss(model: nn.Module, labels: Tensor) -> Tensor:
+        features = x.to(next(model.parameters()).dtype)  # float64 for the reference, else as it is
+        return F.cross_entropy(model(features, **inputs), labels)
+
+    return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE, autocast=autocast)
+
+
+def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
+    """Labels [N] below ``classes``: the greatest of a random linear map of features [N, F]."""
+    teacher = torch.randn(x.size(1), classes, generator=torch.Generator().manual_seed(seed)).to(x)
+    return (x @ teacher).argmax(1)
+
+
+def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
+    """What inference prepares, made ready for training."""
+    x = prepared.inputs["x"]
+    inputs = {name: value for name, value in prepared.inputs.items() if name != "x"}
+
+    def reference() -> Tensor:
+        shipped = gnn_arms.build(arch, seed=seed).to(x.device)
+        return reference_losses(shipped, training_of(graph, x, {"edge_index": graph.edge_index}, seed=seed))
+
+    return replace(
+        prepared,
+        model=prepared.model.train(),
+        inputs={},
+        static=(),
+        reference=reference,
+        bytes=2 * prepared.bytes,
+        bytes_formula=TRAINING_BYTES_FORMULA,
+        flops=gnn_arms.training_flops(arch, [(graph.nodes, graph.edges)] * arch.layers),
+        data=f"{graph.data}, labels of a random linear map",
+        count=graph.nodes,
+        unit="nodes",
+        training=training_of(graph, x, inputs, seed=seed, autocast=autocast_of(dtype_of(case))),
+    )
+
+
+# --- sampled neighbourhoods ---
+
+
+def fanouts_of(arch: Architecture) -> tuple[int, ...]:
+    """Fewer neighbours hop by hop."""
+    return (15, 10, 5)[: arch.layers] if arch.layers <= 3 else (5,) * arch.layers
+
+
+def batch_size_of(nodes: int) -> int:
+    return 8 if nodes < 10_000 else 1024
+
+
+def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSampler:
+    """The sampler of every arm, on the host: seeds of a few batches."""
+    size = batch_size_of(graph.nodes)
+    count = min(graph.nodes // size, BATCHES) * size
+    seeds = torch.randperm(graph.nodes, generator=torch.Generator().manual_seed(seed))[:count]
+    return NeighborSampler(
+        graph.edge_index,
+        fanouts=fanouts_of(arch),
+        batch_size=size,
+        seeds=seeds,
+        num_nodes=graph.nodes,
+        seed=seed,
+        workers=1 if size == 8 else 8,
+    )
+
+
+def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
+    """What inference over the whole graph prepares, made ready for training on parts of it."""
+    x: Tensor = prepared.inputs["x"]
+    labels = labels_of(x, graph.classes, seed=seed)
+    sampler = sampler_of(graph, arch, seed=seed)
+    ours = sampler.to(x.device) if case.impl == "zoo" else sampler
+    parts = _Parts(sampler, x, labels, ours, autocast_of(dtype_of(case)))
+    training = parts.padded() if case.impl == "zoo" else parts.plain(trimmed=case.impl == "upstream-tuned")
+
+    def reference() -> Tensor:
+        return reference_losses(gnn_arms.build(arch, seed=seed).to(x.device), parts.plain())
+
+    usual = sampler.buckets[0]
+    gathered = 2 * usual.nodes * x.shape[1] * x.element_size()
+    return replace(
+        prepared,
+        model=prepared.model.train(),
+        inputs={},
+        static=(),
+        reference=reference,
+        bytes=2 * gnn_arms.bytes_moved(arch, usual.layers, dtype_of(case).itemsize) + gathered,
+        bytes_formula=SAMPLED_BYTES_FORMULA,
+        flops=gnn_arms.training_flops(arch, usual.layers),
+        data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts}, in the race by {_who(case, x)}",
+        sizes={
+            **prepared.sizes,
+            "seeds": sampler.batch_size,
+            "sampled_nodes": usual.nodes,
+            "sampled_edges": usual.edges,
+        },
+        count=sampler.batch_size,
+        unit="seeds",
+        training=training,
+        tuned_dynamic=not case.cuda_graph,
+    )
+
+
+def sampled_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
+    """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch."""
+    size = batch_size_of(nodes)
+    met = frontier = size
+    drawn = 0
+    for fanout in fanouts_of(arch):
+        frontier = frontier * fanout
+        met, drawn = met + frontier, drawn + frontier
+    met, drawn = min(met, nodes), min(drawn, edges)
+    features = 4 * nodes * (arch.features + (arch.classes or arch.hidden))
+    # Raw edges, and what it takes to sort them, as of the whole graph.
+    made = (16 + 6 * 16) * edges
+    kept = 4 * edges + 12 * nodes if case.impl == "zoo" else 0
+    # A batch in the bucket that holds all, once more in the buffers of a CUDA graph; its features, and its edges in
+    # each layer, both ways.
+    batch = 2 * (4 * met * arch.features + 20 * arch.layers * (met + drawn))
+    return features + max(made, kept + batch + gnn_arms.training_memory(case, arch, met, drawn, reference=reference))
+
+
+class _Parts:
+    """Batches of one sampler, padded for our model and as they are for torch-geometric's.
+
+    Of the race ``ours`` draws our model's; where losses are compared all arms see the same batches.
+    """
+
+    def __init__(
+        self, sampler: NeighborSampler, x: Tensor, labels: Tensor, ours: NeighborSampler, autocast: torch.dtype | None
+    ) -> None:
+        self.sampler, self.x, self.labels, self.ours, self.autocast = sampler, x, labels, ours, autocast
+        self._epochs = itertools.count(1)
+
+    def padded(self) -> Training:
+        """In the shapes that the sampler declares."""
+
+        def loss(model: nn.Module, batch: SampledBatch) -> Tensor:
+            output = model(self.x[batch.nodes], batch.graphs)
+            return F.cross_entropy(output, batch.labels(self.labels))
+
+        def epoch() -> Iterator[SampledBatch]:
+            # What the host draws it also pins, in the thread that drew it.
+            pinned = self.x.is_cuda and self.ours.device.type == "cpu"
+            for batch in self.ours.epoch(next(self._epochs), methodcaller("pin_memory") if pinned else None):
+                yield self._moved(batch)
+
+        return Training(
+            loss=loss,
+            batch=lambda index: self._moved(self.sampler.batch(*self._place(index))),
+            learning_rate=LEARNING_RATE,
+            autocast=self.autocast,
+            shapes=tuple(self._moved(self.sampler.padded_to(bucket)) for bucket in reversed(self.sampler.buckets)),
+            loader=epoch,
+            round=len(self.sampler),
+        )
+
+    def plain(self, *, trimmed: bool = False) -> Training:
+        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had.
+
+        Args:
+            trimmed: Tell the model which hop met what, so that layers leave out what nobody reads, as the library's
+                documentation advises.
+        """
+
+        def loss(model: Any, batch: dict[str, Any]) -> Tensor:
+            features = self.x[batch["nodes"]].to(next(model.parameters()).dtype)
+            hops = {}
+            if trimmed:
+                hops = {
+                    "num_sampled_nodes_per_hop": batch["hop_nodes"],
+                    "num_sampled_edges_per_hop": batch["hop_edges"],
+                }
+            output = model(features, batch["edge_index"], **hops)
+            return F.cross_entropy(output[: batch["seeds"]], self.labels[batch["nodes"][: batch["seeds"]]])
+
+        def epoch() -> Iterator[dict[str, Any]]:
+            # The library's loader goes on to another epoch by itself.
+            drawn = self._library if library_samples() else self.sampler.subgraphs(next(self._epochs), self._ready)
+            for batch in drawn:
+                yield self._on_device(batch if isinstance(batch, dict) else _of_library(batch))
+
+        return Training(
+            loss=loss,
+            batch=lambda index: self._on_device(self._ready(self.sampler.subgraph(*self._place(index)))),
+            learning_rate=LEARNING_RATE,
+            autocast=self.autocast,
+            loader=epoch,
+            round=len(self.sampler),
+        )
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Epoch and place in it of the batch of this number."""
+        return divmod(index, len(self.sampler))
+
+    def _moved(self, batch: SampledBatch) -> SampledBatch:
+        return batch if batch.nodes.device == self.x.device else batch.to(self.x.device, non_blocking=True)
+
+    def _ready(self, drawn: Subgraph) -> dict[str, Any]:
+        """All that the host does with a batch before it is moved."""
+        nodes, edge_index = drawn.nodes, drawn.edge_index
+        if self.x.is_cuda:
+            nodes, edge_index = nodes.pin_memory(), edge_index.pin_memory()
+        values = (nodes, edge_index, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
+        return dict(zip(_INPUTS, values, strict=True))
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        moved = {name: batch[name].to(self.x.device, non_blocking=True) for name in ("nodes", "edge_index")}
+        return {**batch, **moved}
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        """torch-geometric's loader. One for all epochs, whose workers stay; each has another order."""
+        from torch_geometric.data import Data
+        from torch_geometric.loader import NeighborLoader
+
+        sampler = self.sampler
+        return NeighborLoader(
+            Data(edge_index=sampler.edge_index, num_nodes=sampler.num_nodes),
+            num_neighbors=list(sampler.fanouts),
+            batch_size=sampler.batch_size,
+            input_nodes=sampler.seeds,
+            is_sorted=True,
+            # Else the thread that trains puts batches together, and nobody pins them.
+            filter_per_worker=True,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(sampler.seed),
+            num_workers=sampler.workers,
+            persistent_workers=sampler.workers > 0,
+            pin_memory=self.x.is_cuda,
+        )
+
+
+def _of_library(batch: Any) -> dict[str, Any]:
+    values = (batch.n_id, batch.edge_index, batch.batch_size, batch.num_sampled_nodes, batch.num_sampled_edges)
+    return dict(zip(_INPUTS, values, strict=True))
+
+
+def library_samples() -> bool:
+    """Whether torch-geometric's NeighborLoader works here: it needs one of two packages."""
+    return any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse"))
+
+
+def _who(case: Case, x: Tensor) -> str:
+    if case.impl == "zoo":
+        return f"the zoo's sampler on the {'GPU' if x.is_cuda else 'host'}"
+    return "NeighborLoader" if library_samples() else "the zoo's sampler on the host"
 
 
 WORKLOAD = GnnWorkload()

@@ -26,6 +26,8 @@ BYTES_FORMULA = (
     "read apart from the gather where the transformed features are gathered, which are then written as well, or where "
     "each node needs its own row (GraphSAGE, GAT); GAT writes two scores a head and node and reads one of them back."
 )
+# Nodes and edges of each layer.
+Sizes = Sequence[tuple[int, int]]
 HEADS = 8
 SMALL = ("karate", "cora")
 LARGE_EDGES = 20_000_000  # whose messages in float64 would not fit
@@ -34,14 +36,7 @@ _DEEP = re.compile(r"(?P<kind>\w+)-(?P<layers>\d+)x(?P<width>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One message-passing layer's widths.
-
-    Args:
-        inputs: Features in.
-        outputs: Features out.
-        heads: Attention heads, 1 for GCN and GraphSAGE.
-        concat: Whether heads are concatenated; else averaged, and each is as wide as the output.
-    """
+    """One message-passing layer's widths. Heads that are not concatenated are averaged, each as wide as the output."""
 
     inputs: int
     outputs: int
@@ -56,16 +51,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model's shape.
-
-    Args:
-        kind: ``gcn``, ``gat`` or ``graphsage``.
-        features: Width of the node features.
-        hidden: Width between layers.
-        layers: Number of layers.
-        classes: Output width, or None for ``hidden`` and a last layer like all others.
-        heads: Attention heads of GAT.
-    """
+    """A model's shape. Without ``classes`` the output is ``hidden`` wide and the last layer like all others."""
 
     kind: str
     features: int
@@ -94,13 +80,11 @@ class Architecture:
 
 def architecture(model: str, input: str, *, features: int, classes: int) -> Architecture:
     """The shape of a model of this name on this input; a model of one width replaces features and classes."""
+    heads = HEADS if model.startswith("gat") else 1
     if deep := _DEEP.fullmatch(model):
-        kind, layers, width = deep["kind"], int(deep["layers"]), int(deep["width"])
-        return Architecture(
-            kind=kind, features=width, hidden=width, layers=layers, classes=None, heads=HEADS if kind == "gat" else 1
-        )
+        layers, width = int(deep["layers"]), int(deep["width"])
+        return Architecture(kind=deep["kind"], features=width, hidden=width, layers=layers, classes=None, heads=heads)
     layers, hidden = (2, 64) if input.removesuffix(POWER_LAW) in SMALL else (3, 256)
-    heads = HEADS if model == "gat" else 1
     return Architecture(kind=model, features=features, hidden=hidden, layers=layers, classes=classes, heads=heads)
 
 
@@ -162,19 +146,11 @@ def tune(
     *,
     autocast: torch.dtype | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The same model at the library's documented best, and the inputs that go with it besides ``x``.
+    """``shipped`` at the library's documented best for raw edges [2, E], and its inputs besides ``x``.
 
     GCN: ``GCNConv(normalize=False)`` on edges normalised once. GAT: ``add_self_loops=False`` on edges with self-loops.
-    All: edges sorted by destination, or a ``torch.sparse_csr`` adjacency.
-
-    Args:
-        arch: The model's shape.
-        shipped: The model of :func:`build`, on its device and in its dtype.
-        edge_index: Raw edges ``[2, E]``.
-        nodes: Number of nodes.
-        layout: ``csr`` or ``sorted``.
-        autocast: Its dtype, or None without autocast. A CSR adjacency is held in it: autocast would round it in every
-            forward, and not in the backward, where a float32 one meets narrow gradients and there is no such product.
+    All: edges sorted by destination, or a ``torch.sparse_csr`` adjacency. This is held in the dtype of autocast, which
+    would round it in every forward, and not in the backward, where a float32 one has no product with narrow gradients.
     """
     from torch_geometric.nn.conv.gcn_conv import gcn_norm
     from torch_geometric.utils import add_self_loops, remove_self_loops
@@ -199,10 +175,7 @@ def tune(
     weight = None if weight is None else weight[order]
     if layout == "csr":
         return model, {"edge_index": csr(edge_index, weight, nodes, autocast or reference.dtype)}
-    inputs = {"edge_index": edge_index}
-    if weight is not None:
-        inputs["edge_weight"] = weight
-    return model, inputs
+    return model, {"edge_index": edge_index} | ({} if weight is None else {"edge_weight": weight})
 
 
 def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype) -> Tensor:
@@ -246,16 +219,11 @@ def parameters(arch: Architecture) -> int:
     return total
 
 
-def flops(arch: Architecture, nodes: int, edges: int) -> int:
+def flops(arch: Architecture, sizes: Sizes) -> int:
     """Multiply-adds counted as two: linear maps, attention scores, and a sum over edges on the narrower side.
 
     Element-wise work (activations, softmax, division by degrees) is not counted, as torch's own counter does not.
     """
-    return flops_of_layers(arch, [(nodes, edges)] * arch.layers)
-
-
-def flops_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]]) -> int:
-    """:func:`flops` where each layer has (nodes, edges) of its own."""
     total = 0
     for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
         messages = arch.edges(nodes, edges)
@@ -269,20 +237,14 @@ def flops_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]]) -> int
     return total
 
 
-def bytes_moved(arch: Architecture, nodes: int, edges: int, itemsize: int) -> int:
+def bytes_moved(arch: Architecture, sizes: Sizes, itemsize: int) -> int:
     """Fewest bytes that one forward moves through device memory, as :data:`BYTES_FORMULA` says."""
-    return bytes_of_layers(arch, [(nodes, edges)] * arch.layers, itemsize)
-
-
-def bytes_of_layers(arch: Architecture, sizes: Sequence[tuple[int, int]], itemsize: int) -> int:
-    """:func:`bytes_moved` where each layer has (nodes, edges) of its own."""
     total = parameters(arch) * itemsize
     for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
         messages = arch.edges(nodes, edges)
         narrow = min(layer.inputs, layer.transformed)
         values = messages * narrow + nodes * layer.outputs
-        transform_first = layer.transformed < layer.inputs
-        if transform_first:
+        if layer.transformed < layer.inputs:
             values += nodes * (layer.inputs + layer.transformed)
         elif arch.kind != "gcn":
             values += nodes * layer.inputs
@@ -311,3 +273,24 @@ def dense_bytes(arch: Architecture, nodes: int, itemsize: int) -> int:
     """Memory of weights, features in the dtype and in float32, and the activations alive at once around a layer."""
     widest = max(layer.inputs + 2 * layer.transformed + layer.outputs for layer in arch.stack())
     return parameters(arch) * itemsize + nodes * (arch.features * (4 + itemsize) + widest * itemsize)
+
+
+def training_flops(arch: Architecture, sizes: Sizes) -> int:
+    """Gradients by inputs and by weights each take what the forward does; the first layer's input needs none."""
+    first, nodes = arch.stack()[0], sizes[0][0]
+    maps = 2 if arch.kind == "graphsage" else 1
+    return 3 * flops(arch, sizes) - 2 * maps * nodes * first.inputs * first.transformed
+
+
+def training_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
+    """What training keeps beyond inference: activations of all layers, gradients and two moments of every weight.
+
+    Where messages are held at all (upstream's eager), GAT keeps those of every layer for the gradients of its weights;
+    the weights of the others do not learn, and theirs are gone with the layer. The reference does so in float64.
+    """
+    layers = arch.stack()
+    kept = sum(2 * layer.inputs + 3 * layer.transformed + layer.outputs for layer in layers) * nodes
+    messages = message_bytes(arch, nodes, edges, 4) * (arch.layers if arch.kind == "gat" else 1)
+    held = messages if case.impl != "zoo" or case.device == "cpu" else 0
+    running = 4 * kept + 16 * parameters(arch) + held
+    return max(running, 2 * (4 * kept + messages)) if reference else running

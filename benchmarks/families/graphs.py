@@ -1,14 +1,9 @@
 """The graphs that GNNs are measured on: one bundled, four real ones where they are on disk, else generated stand-ins.
 
-Every input says where it came from (:attr:`Graph.data`). A stand-in has the counts and the edge order that the real
-set's loader returns, seeded normal features, no self-loops, and may hold duplicate edges, which are not removed so that
-the counts are exact.
-
-Edges are always counted as the entries of ``edge_index``. An undirected edge is two entries, one each way:
-
-- ``arxiv``: 1,166,243 directed citations, 2,315,598 entries after ``to_undirected``, the usual preprocessing.
-- ``products``: OGB reports 61,859,140 undirected edges; its loader returns, and we use, 123,718,280 entries.
-  "Products-size, 61.9M edges" in our notes on single kernels means half of this graph.
+A stand-in has the counts and the edge order that the real set's loader returns, seeded normal features, no self-loops,
+and may hold duplicate edges, so that the counts are exact. Edges are counted as the entries of ``edge_index``, of which
+an undirected edge has two: ``arxiv`` has 1,166,243 directed citations and 2,315,598 entries after ``to_undirected``,
+``products`` 61,859,140 undirected edges and 123,718,280 entries.
 """
 
 from __future__ import annotations
@@ -33,23 +28,15 @@ _GENERATE_ON_CPU_EDGES = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """A graph's counts, known before anything is allocated.
-
-    Args:
-        nodes: Number of nodes.
-        edges: Entries of ``edge_index``.
-        features: Width of the node features.
-        classes: Number of classes.
-        hub: Largest expected degree of the power-law stand-in, near the real set's largest degree.
-        order: How the real set's loader leaves the edges: sorted by ``source``, by ``destination``, or in ``pairs``
-            (an edge and its reverse next to each other, otherwise in no order).
-    """
+    """A graph's counts, known before anything is allocated."""
 
     nodes: int
     edges: int
-    features: int
+    features: int  # width of a node's
     classes: int
-    hub: int
+    hub: int  # largest expected degree of the power-law stand-in, near the real set's largest degree
+    # How the real set's loader leaves the edges: sorted by source, by destination, or in pairs, an edge and its reverse
+    # next to each other and otherwise in no order.
     order: str = "source"
 
 
@@ -67,15 +54,12 @@ INPUTS: tuple[str, ...] = ("karate", *(name + tail for name in SPECS if name != 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A graph with features ``x`` [N, F] float32 and ``edge_index`` [2, E] int64, both directions of each edge.
+    """A graph with both directions of each edge."""
 
-    ``data`` says where it came from: ``bundled (KarateClub)``, ``real (Planetoid)``, ``generated, uniform`` ...
-    """
-
-    x: Tensor
-    edge_index: Tensor
+    x: Tensor  # features [N, F] float32
+    edge_index: Tensor  # [2, E] int64
     classes: int
-    data: str
+    data: str  # where it came from: bundled (KarateClub), real (Planetoid), generated, uniform ...
 
     @property
     def nodes(self) -> int:
@@ -112,14 +96,8 @@ def load(
 ) -> Graph:
     """The input called ``name``: the real set when it lies under ``data_root``, else a generated one.
 
-    A set's folder is read by its library's loader, which completes it where files are missing.
-
-    Args:
-        name: One of :data:`INPUTS`; a name that ends in ``-powerlaw`` is always generated.
-        data_root: Folder of real data sets; its layout stands above the readers.
-        features: Replace the node features by seeded normal ones of this width.
-        seed: The same seed gives the same graph on the same kind of device.
-        device: Where the tensors shall be.
+    A name that ends in ``-powerlaw`` is always generated. ``features`` replaces the node features by seeded normal ones
+    of this width. The same seed gives the same graph on the same kind of device.
 
     Raises:
         ValueError: If there is no such input.
@@ -150,10 +128,7 @@ def generate(
 
     Uniform: both ends of an edge are uniform over the nodes. Power law: both ends are drawn as in the Chung-Lu model,
     with node weights ``(rank + offset) ** (-1 / (EXPONENT - 1))``, the offset set so that the largest expected degree
-    is ``counts.hub``; ranks are shuffled over the node ids, so that a hub's id says nothing.
-
-    ``edges`` must be even. Large graphs are generated on the device, others on the CPU. ``features`` is the width of
-    the node features if not ``counts.features``; their seed is apart from the graph's.
+    is ``counts.hub``; ranks are shuffled over the node ids. Large graphs are made on the device, others on the CPU.
 
     Raises:
         ValueError: If the edges do not come in pairs, or there are fewer than two nodes to join.

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.families import llm_arms, llm_steps, llm_train
-from benchmarks.families.base import Prepared, SeededWeights, Workload, accelerated, dtype_of, zoo_model
-from benchmarks.families.llm_steps import Task, task_of
+from benchmarks.families import llm_arms
+from benchmarks.families.base import Prepared, SeededWeights, Training, Workload, accelerated, dtype_of, zoo_model
+from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
-from zoo.llm import LLM, LLMConfig
+from benchmarks.training import reference_losses
+from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.config import PRESETS
 from zoo.llm.convert import placements
+from zoo.training import LinearCrossEntropy, checkpoint_regions
+
+TRAINING_BYTES_FORMULA = (
+    "Every weight is read in the forward and twice in the backward, its gradient written and read, and the optimizer "
+    "reads and writes the weight and two moments. Left out, so that it is a lower bound: activations and logits."
+)
+# Times the width: wide models take smaller steps. 1e-4 at 2,048.
+_RATE_TIMES_WIDTH = 0.2
+CHECKPOINTED = "-checkpointed"
+# Rows of more tokens are checked by two steps: the reference takes minutes for each.
+_LONG = 16384
+# The reference takes so many rows of logits at a time.
+REFERENCE_ROWS = 4096
 
 
 class LlmWorkload(Workload):
@@ -33,7 +50,7 @@ class LlmWorkload(Workload):
     family = "llm"
     models = (
         *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "llm-debug"),
-        *(name + llm_train.CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
+        *(name + CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
     )
     inputs = (
         *("decode-1x1024", "decode-8x1024", "decode-32x1024", "decode-128x1024"),
@@ -49,24 +66,28 @@ class LlmWorkload(Workload):
     gpu_training, quick_races = (("llama-3.2-1b", "4x2048"),), (("llama-3.2-1b", "decode-1x1024"),)
 
     def cannot(self, case: Case) -> str | None:
-        if case.workload == "train":
-            return llm_train.cannot(case, _config(case))
-        if case.model.endswith(llm_train.CHECKPOINTED):
+        config, given, train = _config(case), task_of(case.input), case.workload == "train"
+        if case.model.endswith(CHECKPOINTED) and not train:
             return f"{case.model} is for training"
-        if llm_train.rows_of(case.input) is not None:
+        if train and given.kind:
+            return f"{case.input} is an input of inference; training takes BxT: 4x2048"
+        if not train and not given.kind:
             return f"{case.input} is an input of training; inference takes decode-BxS, prefill-BxT or answer-BxT"
-        slots, limit = task_of(case.input).slots, PRESETS[case.model].max_position_embeddings
-        return f"{case.input} needs {slots} positions, and {case.model} has {limit}" if slots > limit else None
+        if given.slots > config.max_position_embeddings:
+            return f"{case.input} needs {given.slots} positions, and {case.model} has {config.max_position_embeddings}"
+        if case.model.endswith(CHECKPOINTED) and case.impl == "zoo" and case.strategy != "regional":
+            return "activation checkpointing of the zoo is one of compiled regions; for others see upstream's"
+        return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        return (llm_train.memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
+        return (training_memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        return (llm_train.prepare if case.workload == "train" else prepare)(case, _config(case), seed=seed)
+        return (prepare_training if case.workload == "train" else prepare)(case, _config(case), seed=seed)
 
 
 def _config(case: Case) -> LLMConfig:
-    return PRESETS[case.model.removesuffix(llm_train.CHECKPOINTED)]
+    return PRESETS[case.model.removesuffix(CHECKPOINTED)]
 
 
 def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
@@ -96,9 +117,9 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     """Build model, cache and prompt of inference on the device."""
     task = task_of(case.input)
     device, dtype = torch.device(case.device), dtype_of(case)
-    weights = SeededWeights(llm_arms.shapes(config), seed=seed, dtype=dtype, device=device)
+    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
     tokens = llm_arms.draw_tokens(config, task, seed=seed, device=device)
-    past = partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
+    past = functools.partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
     step = _step(case, config, task, weights, tokens, past)
 
     def compile_layers(step: Any, **options: Any) -> None:
@@ -132,22 +153,22 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
 
 def _step(
-    case: Case, config: LLMConfig, task: Task, weights: SeededWeights, tokens: Tensor, past: llm_steps.Past
-) -> llm_steps.Step:
+    case: Case, config: LLMConfig, task: Task, weights: SeededWeights, tokens: Tensor, past: llm_arms.Past
+) -> llm_arms.Step:
     """The module whose call is measured, with the case's model in it."""
     if case.impl == "zoo":
         model = zoo_model(LLM, config, weights, placements(config))
         if task.kind == "decode":
-            return llm_steps.ZooDecode(model, task, tokens, past)
-        return (llm_steps.ZooAnswer if task.kind == "answer" else llm_steps.ZooPrefill)(model, task, tokens)
+            return llm_arms.ZooDecode(model, task, tokens, past)
+        return (llm_arms.ZooAnswer if task.kind == "answer" else llm_arms.ZooPrefill)(model, task, tokens)
     theirs = llm_arms.build(config, weights)
     if task.kind == "decode":
-        return llm_steps.UpstreamDecode(theirs, task, tokens, past)
+        return llm_arms.UpstreamDecode(theirs, task, tokens, past)
     if task.kind == "answer":
-        return llm_steps.UpstreamAnswer(theirs, task, tokens)
+        return llm_arms.UpstreamAnswer(theirs, task, tokens)
     if case.impl == "upstream-tuned":
         llm_arms.without_mask(theirs)
-    return llm_steps.UpstreamPrefill(theirs, task, tokens)
+    return llm_arms.UpstreamPrefill(theirs, task, tokens)
 
 
 def _data(case: Case, task: Task) -> str:
@@ -155,6 +176,161 @@ def _data(case: Case, task: Task) -> str:
         return "generated (cache half to wholly full)"
     kept = case.impl == "zoo" or task.kind == "answer"
     return f"generated (keys and values {'kept' if kept else 'not kept'})"
+
+
+# --- training ---
+
+
+def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
+    """Build model and batches on the device."""
+    rows = task_of(case.input)
+    device = torch.device(case.device)
+    dtype = dtype_of(case)
+    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
+    words = llm_arms.Words(config.vocab_size, seed=seed)
+    checkpointed = case.model.endswith(CHECKPOINTED)
+
+    def batch(index: int) -> dict[str, Tensor]:
+        ids = words.draw(rows, seed=(seed << 20) + index)
+        # Each token's label is the next one; the last of a row has none.
+        return {"input_ids": ids.to(device), "labels": F.pad(ids[:, 1:], (0, 1), value=-100).to(device)}
+
+    model: nn.Module
+    loss_module: LinearCrossEntropy | None = None
+    compile_layers: Callable[..., nn.Module] | None = None
+    after_compile: Callable[[nn.Module], Any] | None = None
+    if case.impl == "zoo":
+        loss_module = LinearCrossEntropy()
+        model = Features(zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
+        if checkpointed:
+            after_compile = _checkpoint
+    else:
+        model = upstream(config, weights)
+        if checkpointed:
+            checkpoint_upstream(model)
+        if case.impl == "upstream-tuned":
+            llm_arms.without_mask(model)
+        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
+
+    learning_rate = _RATE_TIMES_WIDTH / config.hidden_size
+    checked = 6 if rows.length <= _LONG else 2
+
+    def reference() -> Tensor:
+        # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
+        theirs = upstream(config, weights)
+        llm_arms.without_scores(theirs)
+        checkpoint_upstream(theirs)
+        training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
+        return reference_losses(theirs, training, torch.float32)
+
+    parameters = llm_arms.parameters(config)
+    return Prepared(
+        model=model.train(),
+        inputs={},
+        compile_regions=compile_layers,
+        reference=reference,
+        reference_dtype="float32",
+        # Weight, gradient and two moments: three reads of the weight, gradient written and read, all updated.
+        bytes=parameters * dtype.itemsize * (3 + 2 + 6),
+        bytes_formula=TRAINING_BYTES_FORMULA,
+        flops=3 * llm_arms.flops(config, rows),
+        data=f"generated ({llm_arms.WORDS} words, each followed by one other in {llm_arms.FOLLOWED:.0%})",
+        sizes={
+            "batch": rows.batch,
+            "length": rows.length,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "parameters": parameters,
+        },
+        count=rows.batch * rows.length,
+        unit="tokens",
+        training=Training(
+            loss=upstream_loss if loss_module is None else functools.partial(chunked_loss, loss_module),
+            batch=batch,
+            learning_rate=learning_rate,
+            checked=checked,
+            loss_module=loss_module,
+            after_compile=after_compile,
+        ),
+    )
+
+
+def training_memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
+    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all.
+
+    The reference adds its own, in float32 with checkpointed layers, if it is asked for: any arm may compute it.
+    """
+    rows = task_of(case.input)
+    fed = rows.batch * rows.length
+    itemsize = dtype_of(case).itemsize
+    parameters = llm_arms.parameters(config)
+    heads = config.num_attention_heads * config.head_dim
+    alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * heads
+    layers = config.num_hidden_layers
+    checkpointed = case.model.endswith(CHECKPOINTED)
+    kept = fed * (layers * config.hidden_size + alive if checkpointed else layers * alive)
+    logits = fed * config.vocab_size * (2 * itemsize + 8)
+    ours = 2 * 2048 * config.vocab_size * 4 + parameters * itemsize
+    running = 4 * parameters * itemsize + kept * itemsize + (ours if case.impl == "zoo" else logits)
+    alone = fed * (layers * config.hidden_size + alive) + 4 * REFERENCE_ROWS * config.vocab_size
+    exact = 4 * (4 * parameters + alone)
+    return max(running, 4 * parameters * itemsize + exact) if reference else running
+
+
+class Features(nn.Module):
+    """What the zoo's model gives to a loss that takes the output product itself: both sides of it."""
+
+    regions = LLM.regions
+
+    def __init__(self, model: LLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [B, T] -> [B, T, C] and [V, C]."""
+        return self.model.output_product(input_ids)
+
+
+def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Cross entropy of the next tokens, without all the logits."""
+    loss: Tensor = product(*call(batch["input_ids"]), batch["labels"])
+    return loss
+
+
+def upstream(config: LLMConfig, weights: SeededWeights) -> nn.Module:
+    """The library's model in training mode."""
+    return llm_arms.build(config, weights).requires_grad_(True).train()
+
+
+def upstream_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The library's own loss, which shifts the labels itself."""
+    loss: Tensor = model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+    return loss
+
+
+def loss_in_parts(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What :func:`upstream_loss` gives, with the logits of some rows at a time, computed again in the backward."""
+    x = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state.flatten(0, 1)
+    labels = batch["labels"].flatten()
+
+    def part(x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, model.lm_head.weight), labels, reduction="sum")
+
+    parts = zip(x.split(REFERENCE_ROWS), labels.split(REFERENCE_ROWS), strict=True)
+    total = torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in parts]).sum()
+    return total / (labels != -100).sum()
+
+
+def checkpoint_upstream(model: Any) -> None:
+    """Activation checkpointing by the library's own switch: every layer."""
+    # The older name of it says in newer releases that it will go.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _checkpoint(model: nn.Module) -> None:
+    # Nothing in a layer is random.
+    checkpoint_regions(model, LLMLayer, preserve_rng_state=False)
 
 
 WORKLOAD = LlmWorkload()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.families import unet_arms, unet_loop
+import zoo
+from benchmarks.families import unet_arms
 from benchmarks.families.base import (
     Prepared,
+    SeededWeights,
     Training,
     Workload,
     autocast_of,
+    draw,
     dtype_of,
     timed,
     weights_dtype,
@@ -27,7 +31,7 @@ from benchmarks.families.base import (
 )
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, reference_losses
-from zoo.unet import UNet, UNetConfig
+from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
 
@@ -37,6 +41,22 @@ TRAINING_BYTES_FORMULA = (
     "bytes a weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes "
     "three. Left out, so that it is a lower bound: statistics of norms, which need a pass of their own."
 )
+# Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.
+SCHEDULER: dict[str, Any] = {
+    "_class_name": "EulerDiscreteScheduler",
+    "beta_start": 0.00085,
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "timestep_spacing": "leading",
+    "steps_offset": 1,
+}
+GUIDANCE = 7.5
+# Rows of a step: without the text and with it.
+ROWS = 2
+# Pixels of the image for one of the latents.
+_SCALE = 8
+
+RUN_BYTES_FORMULA = f"All steps, but keys and values of the text once. Of a step: {unet_arms.BYTES_FORMULA}"
 # Times the width of the first level: wide models take smaller steps. 1e-4 at 320.
 _RATE_TIMES_WIDTH = 0.032
 # Latents are squares of this many a side, so that there is something to tell from noise.
@@ -83,7 +103,7 @@ class UNetWorkload(Workload):
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
-        batch = unet_loop.ROWS if _is_run(case) else batch
+        batch = ROWS if _is_run(case) else batch
         itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
         skips, alive = unet_arms.skips(config, size), unet_arms.alive(config, size)
         training = case.workload == "train"
@@ -107,7 +127,7 @@ class UNetWorkload(Workload):
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
         device, dtype = torch.device(case.device), weights_dtype(case)
-        weights = unet_arms.seeded(config, seed=seed, dtype=dtype, device=device)
+        weights = unet_arms.Weights(unet_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
         preparation: dict[str, float] = {}
         model: Any
         if case.impl == "zoo":
@@ -118,7 +138,7 @@ class UNetWorkload(Workload):
                 with timed("fused projections", preparation, case.device):
                     unet_arms.fuse_projections(model)
         if _is_run(case):
-            return unet_loop.prepare(case, model.eval(), config, weights, batch, size, preparation=preparation)
+            return prepare_run(case, model.eval(), config, weights, batch, size, preparation=preparation)
         inputs = unet_arms.draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision, training = unet_arms.reference_dtype(config), case.workload == "train"
         raised = case.impl == "upstream-tuned"
@@ -143,7 +163,7 @@ class UNetWorkload(Workload):
                 "parameters": unet_arms.parameters(config),
             },
         )
-        return _for_training(case, prepared, config, batch, size, seed=seed) if training else prepared
+        return _for_training(case, prepared, config, weights, batch, size) if training else prepared
 
 
 def sizes(input: str) -> tuple[int, int]:
@@ -160,6 +180,168 @@ def sizes(input: str) -> tuple[int, int]:
 
 def _is_run(case: Case) -> bool:
     return case.input.startswith(("loop-", "pipeline-"))
+
+
+# --- a whole run from noise to latents, text and pixels apart ---
+
+
+class ZooLoop(nn.Module):
+    """The zoo's sampler around a UNet."""
+
+    def __init__(self, unet: UNet, steps: int, size: int) -> None:
+        super().__init__()
+        self.unet, self.steps, self.size = unet, steps, size
+        self.sampler = self._make(cuda_graph=False)
+
+    def forward(
+        self,
+        prompt_embeds: Tensor,
+        negative_prompt_embeds: Tensor,
+        latents: Tensor,
+        pooled_prompt_embeds: Tensor | None = None,
+        negative_pooled_prompt_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
+
+        Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
+        """
+        text, negative = prompt_embeds, negative_prompt_embeds
+        if pooled_prompt_embeds is None:
+            return self.sampler(text, negative, latents=latents)
+        assert negative_pooled_prompt_embeds is not None
+        _, time_ids = unet_arms.added_conditions(self.unet.config, 1, self.size, text.device)
+        sizes = time_ids.to(text.dtype)
+        return self.sampler(
+            text,
+            negative,
+            latents=latents,
+            added={"text_embeds": pooled_prompt_embeds, "time_ids": sizes},
+            negative_added={"text_embeds": negative_pooled_prompt_embeds, "time_ids": sizes},
+        )
+
+    def capture(self) -> None:
+        """Let the sampler capture a step in the next call."""
+        self.sampler = self._make(cuda_graph=True)
+
+    def _make(self, *, cuda_graph: bool) -> Sampler:
+        shape = (1, self.unet.config.in_channels, self.size, self.size)
+        schedule = make_schedule(SCHEDULER, self.steps)
+        return Sampler(self.unet, schedule, shape=shape, guidance_scale=GUIDANCE, cuda_graph=cuda_graph)
+
+
+class PipelineLoop(nn.Module):
+    """diffusers' pipeline around a UNet of either library, from encoded text to latents, as a ``ZooLoop``."""
+
+    def __init__(self, unet: Any, steps: int, size: int) -> None:
+        super().__init__()
+        from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+
+        self.unet, self.steps, self.size = unet, steps, size
+        scheduler = EulerDiscreteScheduler(**{key: value for key, value in SCHEDULER.items() if key[0] != "_"})
+        self.pipeline: Any
+        if unet.config.addition_embed_type is not None:
+            parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+            self.pipeline = StableDiffusionXLPipeline(
+                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, add_watermarker=False
+            )
+        else:
+            parts = ("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor")
+            self.pipeline = StableDiffusionPipeline(
+                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, requires_safety_checker=False
+            )
+        self.pipeline.set_progress_bar_config(disable=True)
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """As ``ZooLoop``'s, in the dtype of the model."""
+        found: Tensor = self.pipeline(
+            **inputs,
+            num_inference_steps=self.steps,
+            guidance_scale=GUIDANCE,
+            height=self.size * _SCALE,
+            width=self.size * _SCALE,
+            output_type="latent",
+            return_dict=False,
+        )[0]
+        return found
+
+    def capture(self) -> None:
+        """Have the UNet's calls captured; scheduler and guidance stay outside, as the pipeline has them."""
+        self.pipeline.unet = zoo.cuda_graph(self.unet)
+
+
+def prepare_run(
+    case: Case,
+    model: nn.Module,
+    config: UNetConfig,
+    weights: SeededWeights,
+    steps: int,
+    size: int,
+    *,
+    preparation: Mapping[str, float],
+) -> Prepared:
+    """Build the run around a model."""
+    device, dtype = weights.device, weights.dtype
+    text = (1, unet_arms.TOKENS, config.cross_attention_dim)
+    shapes: dict[str, tuple[int, ...]] = {
+        "prompt_embeds": text,
+        "negative_prompt_embeds": text,
+        "latents": (1, config.in_channels, size, size),
+    }
+    if config.addition_embed_type is not None:
+        width, _ = unet_arms.added_conditions(config, 1, size, device)
+        shapes |= {"pooled_prompt_embeds": (1, width), "negative_pooled_prompt_embeds": (1, width)}
+    inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
+    kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
+    # The loop declares the regions of its model, so that every strategy finds them.
+    loop: Any = type(kind.__name__, (kind,), {"regions": getattr(type(model), "regions", ())})(model, steps, size)
+    tuned, precision = case.impl == "upstream-tuned", unet_arms.reference_dtype(config)
+
+    def compile_full(loop: Any, **options: Any) -> None:
+        # diffusers' documentation compiles the pipeline's UNet with fullgraph; ours has no break either.
+        loop.unet.compile(fullgraph=True, **options)
+
+    def compile_blocks(loop: Any, **options: Any) -> None:
+        unet_arms.compile_blocks(loop.unet, raised_limit=tuned, **options)
+
+    @torch.no_grad()
+    def reference() -> Tensor:
+        theirs = unet_arms.reference_model(config, weights, precision)
+        with unet_arms.in_full_float32():
+            found: Tensor = PipelineLoop(theirs, steps, size)(
+                **{name: tensor.to(precision) for name, tensor in inputs.items()}
+            )
+        return found
+
+    return Prepared(
+        model=loop.eval(),
+        inputs=inputs,
+        compile_regions=None if case.impl == "zoo" else compile_blocks,
+        compile_full=compile_full,
+        capture=loop.capture,
+        reference=reference,
+        reference_dtype=str(precision).removeprefix("torch."),
+        bytes=run_bytes(config, steps, size, dtype.itemsize),
+        bytes_formula=RUN_BYTES_FORMULA,
+        flops=steps * unet_arms.flops(config, ROWS, size),
+        data="generated, normal",
+        preparation_seconds=preparation,
+        sizes={
+            "images": 1,
+            "steps": steps,
+            "pixels": size,
+            "tokens": unet_arms.TOKENS,
+            "parameters": unet_arms.parameters(config),
+        },
+        count=1,
+        unit="images",
+    )
+
+
+def run_bytes(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
+    """Fewest bytes that a run moves through device memory, as :data:`RUN_BYTES_FORMULA` says."""
+    weights, values = unet_arms.text_projections(config)
+    known = (weights + ROWS * values) * itemsize
+    return steps * unet_arms.bytes_moved(config, ROWS, size, itemsize) - (steps - 1) * known
 
 
 # --- training ---
@@ -220,14 +402,15 @@ def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device:
     )
 
 
-def _for_training(case: Case, prepared: Prepared, config: UNetConfig, batch: int, size: int, *, seed: int) -> Prepared:
+def _for_training(
+    case: Case, prepared: Prepared, config: UNetConfig, weights: SeededWeights, batch: int, size: int
+) -> Prepared:
     """What inference prepares in float32, made ready for training."""
     itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
-    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
+    training = training_of(config, batch, size, seed=weights.seed, device=case.device, dtype=dtype_of(case))
     precision = unet_arms.reference_dtype(config, _COPIES)
 
     def reference() -> Tensor:
-        weights = unet_arms.seeded(config, seed=seed, dtype=torch.float32, device=torch.device(case.device))
         theirs = unet_arms.build(config, weights).requires_grad_(True)
         # Of each block the inputs alone are kept.
         theirs.enable_gradient_checkpointing()

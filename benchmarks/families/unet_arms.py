@@ -59,12 +59,6 @@ def skeleton(config: UNetConfig) -> Any:
         return UNet2DConditionModel(**upstream_config(config)).eval()
 
 
-def seeded(config: UNetConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Weights of diffusers' model that are drawn when they are asked for."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton(config).named_parameters()}
-    return Weights(shapes, seed=seed, dtype=dtype, device=device)
-
-
 def build(config: UNetConfig, weights: Mapping[str, Tensor]) -> Any:
     """The library's model with these weights in channels_last, which its documentation asks for before it compiles."""
     model = skeleton(config)
