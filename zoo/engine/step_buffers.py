@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,18 +31,6 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
-    """The argument at a position or of a name; ValueError if the call has none there."""
-    args, kwargs = call
-    if isinstance(place, int) and 0 <= place < len(args):
-        return args[place]
-    if isinstance(place, str) and place in kwargs:
-        return kwargs[place]
-    raise ValueError(
-        f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}"
-    )
-
-
 def check_leaves(leaves: Iterable[Any]) -> None:
     """Refuse what cannot be copied in: ValueError for an input that requires grad, TypeError for anything opaque."""
     for leaf in leaves:
@@ -67,14 +55,10 @@ def make_buffer(leaf: Any) -> torch.Tensor | None:
     return buffer
 
 
-@contextlib.contextmanager
-def may_write(*tensors: torch.Tensor) -> Iterator[None]:
-    """An inference tensor may be written in inference mode only; any other may be there as well."""
-    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
-        with torch.inference_mode():
-            yield
-    else:
-        yield
+def may_write(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inference mode if one of the tensors is an inference tensor, which may be written nowhere else."""
+    inference = any(tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
 def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
