@@ -1,10 +1,11 @@
-"""What goes in and out of a captured step: static buffers, the checks of what may be copied in, and words for both."""
+"""What code in a captured step can ask and do; static buffers, and checks of what may be copied into them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,28 @@ def is_step_input(tensor: torch.Tensor) -> bool:
 def is_captured(device: torch.device) -> bool:
     """Whether what runs on the device now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def branch(device: torch.device) -> Iterator[Callable[[], None] | None]:
+    """Capture the block on a stream of its own: in the CUDA graph it runs beside what follows it.
+
+    Yields a function that waits for the block; None where no CUDA graph is captured and the block runs as usual.
+    Before that call nothing may use what the block computes, or write what it reads.
+    """
+    if torch.compiler.is_compiling() or not is_captured(device):
+        yield None
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield functools.partial(main.wait_stream, side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all branches: libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
 
 
 def is_constant(value: Any) -> bool:
