@@ -13,7 +13,7 @@ from torch._functorch import aot_autograd
 import zoo
 from tests import fake_gpu
 from zoo.engine.direct import has_nothing_to_fuse
-from zoo.engine.tracing import tracing_to_run
+from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer
 from zoo.llm.generate import DecodeState, accept
 from zoo.llm.model import _add_linear
@@ -119,7 +119,7 @@ def test_kernels_of_a_step_overlap_where_their_graph_runs_as_it_is(monkeypatch: 
     for runs in (False, True):
         torch._dynamo.reset()
         step = torch.compile(asked, backend="eager", fullgraph=True)
-        with tracing_to_run(runs):
+        with tracing(to_run=runs):
             step(torch.zeros(1))
         # Code is called when nothing is traced, and is not compiled again.
         with torch.compiler.set_stance("fail_on_recompile"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
-from zoo.engine.side_stream import branch
+from zoo.engine.step_buffers import branch
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
 from zoo.unet.config import PRESETS

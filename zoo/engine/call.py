@@ -23,8 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, own_class
-from zoo.engine.traced import keeping_traced, note_guards, traced_of
-from zoo.engine.tracing import tracing_to_run
+from zoo.engine.traced import note_guards, traced_of, tracing
 
 
 class RegionWarning(UserWarning):
@@ -170,7 +169,7 @@ class RegionCall:
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
-        with _patching, patch, tracing_to_run(self._runs_directly), keeping_traced():
+        with _patching, patch, tracing(to_run=self._runs_directly):
             result = self._compile_and_run(args, kwargs)
             if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
                 self._keep(module, args, kwargs)

@@ -28,13 +28,20 @@ from zoo.engine.step_buffers import (
     one_device,
     shape_of,
     shapes_of,
-    static_value,
     tensors_in,
 )
 
 
 class CaptureError(RuntimeError):
     """The step cannot be captured; the message names the operation and the line it was called from."""
+
+
+_MISSING = object()
+
+
+def _by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    """Arguments of a call by position or name, in one order for all calls."""
+    return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
 
 
 @dataclass(eq=False)
@@ -48,21 +55,19 @@ class _Bucket:
     graph: torch.cuda.CUDAGraph | None = None
 
 
-class _Mode:
-    """Grad mode, inference mode and autocast as they were when this was made."""
+def _present_mode(device: str) -> Callable[[], contextlib.ExitStack]:
+    """What enters the grad mode, inference mode and autocast of now again."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._inference = torch.is_inference_mode_enabled()
-        self._grad = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled(device)
-        self._dtype = torch.get_autocast_dtype(device)
+    def enter() -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
+        return stack
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        autocast = torch.autocast(self._device, self._dtype, enabled=self._autocast)
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), autocast:
-            yield
+    return enter
 
 
 class GraphedStep:
@@ -85,8 +90,15 @@ class GraphedStep:
         self._fn = fn
         self._clone = clone_outputs
         self._lock = threading.Lock()
-        self._static = {place: static_value(calls[0], place) for place in static}
-        flat = [self._flatten(args, dict(kwargs), spec=None) for args, kwargs in calls]
+        given = _by_place(*calls[0])
+        for place in static:
+            if place not in given:
+                raise ValueError(
+                    f"static names {place!r}, but the call has {len(calls[0][0])} positional argument(s) and "
+                    f"{sorted(calls[0][1])}"
+                )
+        self._static = {place: given[place] for place in static}
+        flat = [self._flatten(args, kwargs, spec=None) for args, kwargs in calls]
         self._spec = flat[0][1]
         for index, (_, spec) in enumerate(flat):
             if spec != self._spec:
@@ -97,7 +109,7 @@ class GraphedStep:
         modules = reachable_modules(fn, *self._static.values())
         self._weights = Weights(modules)
         self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
-        self._mode = _Mode(self.device.type)
+        self._mode = _present_mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self.pool = pool
         if pool is None and self.device.type == "cuda":
@@ -121,7 +133,7 @@ class GraphedStep:
             CaptureError: As ``cuda_graph`` does.
             ValueError: If the shape was captured before, or the call has another structure.
         """
-        leaves, _ = self._flatten(args, dict(kwargs or {}), spec=self._spec)
+        leaves, _ = self._flatten(args, kwargs or {}, spec=self._spec)
         check_leaves(leaves)
         self._weights.check()
         self._add(leaves, warmup)
@@ -186,35 +198,21 @@ class GraphedStep:
         finally:
             self._lock.release()
 
-    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> tuple[list[Any], Any]:
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
         """Leaves without the static arguments, which must be the very objects of the first call."""
-        positional: tuple[Any, ...] | list[Any] = args
+        given = _by_place(args, kwargs)
         for place, value in self._static.items():
-            given: Any
-            if isinstance(place, int):
-                given = args[place] if place < len(args) else None
-                positional = list(positional)
-                if place < len(args):
-                    positional[place] = None
-            else:
-                given = kwargs.get(place)
-                kwargs = {key: item for key, item in kwargs.items() if key != place}
-            if given is not value:
+            if given.pop(place, _MISSING) is not value:
                 raise ValueError(
                     f"static argument {place!r} is another object than the one captured; capture again, or leave it "
                     "out of static= to have it copied in"
                 )
-        names = tuple(kwargs)
-        if not any(isinstance(value, (dict, list, tuple)) for value in (*positional, *kwargs.values())):
-            # Nothing is nested: a sorted walk costs a microsecond, a general one ten.
-            names = tuple(sorted(names))
-            flat_spec: Any = (len(positional), names)
-            leaves = [*positional, *(kwargs[name] for name in names)]
-        else:
-            leaves, flat_spec = pytree.tree_flatten((tuple(positional), dict(sorted(kwargs.items()))))
-        if spec is not None and flat_spec != spec:
-            raise ValueError(f"called with another structure of arguments ({flat_spec}) than captured ({spec})")
-        return leaves, flat_spec
+        # Nothing is nested in most calls: pytree takes ten times as long.
+        nested = any(isinstance(value, (dict, list, tuple)) for value in given.values())
+        leaves, found = pytree.tree_flatten(given) if nested else (list(given.values()), tuple(given))
+        if spec is not None and found != spec:
+            raise ValueError(f"called with another structure of arguments ({found}) than captured ({spec})")
+        return leaves, found
 
     def _match(self, leaves: list[Any]) -> _Bucket:
         bucket = self._only if self._only is not None else self._buckets.get(shapes_of(leaves))
@@ -245,20 +243,15 @@ class GraphedStep:
         leaves = [
             leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)
         ]
-        if isinstance(self._spec, tuple):
-            count, names = self._spec
-            args, kwargs = list(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        nested = not isinstance(self._spec, tuple)
+        if nested:
+            given = pytree.tree_unflatten(leaves, self._spec)
         else:
-            positional, kwargs = pytree.tree_unflatten(leaves, self._spec)
-            args = list(positional)
-        given = [list(each) for each in (args, kwargs.values())]
-        for place, value in self._static.items():
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
-        outputs = self._fn(*args, **kwargs)
-        if not isinstance(self._spec, tuple):
+            given = dict(zip(self._spec, leaves, strict=True))
+        every = {**given, **self._static}
+        args = [every.pop(place) for place in range(sum(isinstance(place, int) for place in every))]
+        outputs = self._fn(*args, **every)
+        if nested:
             after = pytree.tree_leaves(given)
             if len(after) != len(leaves) or any(one is not other for one, other in zip(after, leaves, strict=True)):
                 raise CaptureError("it changes a list or a dict that it is given, which a replay would leave out")
@@ -268,12 +261,11 @@ class GraphedStep:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError("another CUDA graph is being captured on this stream; capture steps one after the other")
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        with torch.cuda.device(index), _own_autocast_cache(), _own_workspaces():
+        with torch.cuda.device(index), _own_caches(gpu=True):
             if warmup:
                 with torch.random.fork_rng(devices=[index]):
                     self._warm_up(bucket, warmup)
-            torch.clear_autocast_cache()
-            torch._C._cuda_clearCublasWorkspaces()
+            _clear_caches(gpu=True)
             generator = torch.cuda.default_generators[index]
             # A failed capture leaves the generator believing that it still records; only a clone can be put back.
             state = generator.clone_state()
@@ -315,13 +307,13 @@ class GraphedStep:
         torch.cuda.synchronize()
 
     def _imitate(self, bucket: _Bucket, warmup: int) -> None:
-        with _own_autocast_cache(), torch.random.fork_rng(devices=[]):
+        with _own_caches(gpu=False), torch.random.fork_rng(devices=[]):
             for _ in range(warmup):
                 _keep_outputs(bucket, self._call(bucket))
 
     def _run_imitation(self, bucket: _Bucket) -> None:
         # A replay runs in the mode of its capture, whatever the caller's.
-        with self._mode.restored(), _own_autocast_cache():
+        with self._mode(), _own_caches(gpu=False):
             outputs = self._call(bucket)
         if bucket.output_spec is None:
             _keep_outputs(bucket, outputs)
@@ -412,28 +404,22 @@ def synchronisations() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _own_autocast_cache() -> Iterator[None]:
-    """Autocast keeps casts until its outermost context ends: none from before may be baked in, none may leave the pool.
+def _own_caches(gpu: bool) -> Iterator[None]:
+    """Clear caches before and after: no memory of before may be baked in, none may leave the pool.
 
-    Switching the cache off instead would change a global state that Dynamo guards on, and recompile every region.
+    Autocast keeps casts until its outermost context ends; switching its cache off is a global state that Dynamo guards
+    on, and would recompile every region. The matrix library keeps tens of MiB for each stream that it ran on.
     """
+    _clear_caches(gpu)
+    try:
+        yield
+    finally:
+        _clear_caches(gpu)
+
+
+def _clear_caches(gpu: bool) -> None:
     torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """The matrix library keeps tens of MiB for each stream that it ran on: warming up and capturing would leave both.
-
-    What a capture used stays in the graphs' pool, as its other temporary memory does.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
+    if gpu:
         torch._C._cuda_clearCublasWorkspaces()
 
 

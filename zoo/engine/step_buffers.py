@@ -1,10 +1,11 @@
-"""What goes in and out of a captured step: static buffers, the checks of what may be copied in, and words for both."""
+"""What code in a captured step can ask and do; static buffers, and checks of what may be copied into them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,21 +27,31 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@contextlib.contextmanager
+def branch(device: torch.device) -> Iterator[Callable[[], None] | None]:
+    """Capture the block on a stream of its own: in the CUDA graph it runs beside what follows it.
+
+    Yields a function that waits for the block; None where no CUDA graph is captured and the block runs as usual.
+    Before that call nothing may use what the block computes, or write what it reads.
+    """
+    if torch.compiler.is_compiling() or not is_captured(device):
+        yield None
+        return
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield functools.partial(main.wait_stream, side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all branches: libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
 def is_constant(value: Any) -> bool:
     """Whether this is a plain value, which a CUDA graph can only hold as it was."""
     return isinstance(value, _CONSTANTS)
-
-
-def static_value(call: tuple[tuple[Any, ...], Mapping[str, Any]], place: int | str) -> Any:
-    """The argument at a position or of a name; ValueError if the call has none there."""
-    args, kwargs = call
-    if isinstance(place, int) and 0 <= place < len(args):
-        return args[place]
-    if isinstance(place, str) and place in kwargs:
-        return kwargs[place]
-    raise ValueError(
-        f"static names {place!r}, but the call has {len(args)} positional argument(s) and {sorted(kwargs)}"
-    )
 
 
 def check_leaves(leaves: Iterable[Any]) -> None:
@@ -67,14 +78,10 @@ def make_buffer(leaf: Any) -> torch.Tensor | None:
     return buffer
 
 
-@contextlib.contextmanager
-def may_write(*tensors: torch.Tensor) -> Iterator[None]:
-    """An inference tensor may be written in inference mode only; any other may be there as well."""
-    if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in tensors):
-        with torch.inference_mode():
-            yield
-    else:
-        yield
+def may_write(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inference mode if one of the tensors is an inference tensor, which may be written nowhere else."""
+    inference = any(tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
 def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:

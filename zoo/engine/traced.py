@@ -1,6 +1,6 @@
-"""What Dynamo traced of a region: guards, graph and source files, kept for as long as a region runs it.
+"""What Dynamo traced of a region: guards, graph and source files, which ``save_compiled`` writes.
 
-``save_compiled`` reads it. Nothing is copied while a region compiles, and none of it holds a weight or an input.
+They are kept for as long as a region runs them, and hold no weight and no input.
 """
 
 from __future__ import annotations
@@ -103,17 +103,29 @@ class Traced:
 # By Dynamo's number of the compilation, which begins again after a reset.
 _traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
 _new: list[Traced] | None = None
+_to_run = False
 
 
 @contextlib.contextmanager
-def keeping_traced() -> Iterator[None]:
-    """Keep what is traced meanwhile, until a region has it. One thread at a time may be inside."""
-    global _new
-    before, _new = _new, []
+def tracing(to_run: bool) -> Iterator[None]:
+    """Keep what is traced until a region has it, for one thread; meanwhile :func:`traced_to_run` says ``to_run``."""
+    global _new, _to_run
+    before = _new, _to_run
+    _new, _to_run = [], to_run
     try:
         yield
     finally:
-        _new = before
+        _new, _to_run = before
+
+
+def traced_to_run() -> bool:
+    """Whether a graph with nothing to fuse will run as it is traced, and not be compiled by Inductor."""
+    return _to_run
+
+
+# Dynamo folds the answer without a guard: compiled code is called when nothing is traced. The public decorator,
+# ``torch.compiler.assume_constant_result``, would import Dynamo.
+traced_to_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def note_guards(guards: Sequence[Any]) -> None:

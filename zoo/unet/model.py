@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.engine.side_stream import branch
+from zoo.engine.step_buffers import branch
 from zoo.ops.conv import conv
 from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.engine.kernel import kernel
-from zoo.engine.tracing import traced_to_run
+from zoo.engine.traced import traced_to_run
 from zoo.ops.common import ceil_div, next_power
 
 # Slots that a program takes at a step.
