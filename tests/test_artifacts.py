@@ -295,6 +295,34 @@ def test_what_cannot_be_saved_says_why(tmp_path: Path) -> None:
         zoo.save_compiled(model, tmp_path / "mine")
 
 
+@pytest.mark.slow
+def test_graphs_that_write_to_a_cache_are_saved(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    )  # fmt: skip
+    model, ids = LlamaForCausalLM(config).eval(), torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = model(ids).logits
+        zoo.compile_regions(model)(ids)
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+        assert len(saved.entries) == 1 and not saved.skipped
+        torch.compiler.reset()
+        traced = graphs()
+        loaded = zoo.load_compiled(zoo.uncompile(model), tmp_path / "compiled", strict=True)
+        torch.testing.assert_close(loaded(ids).logits, expected)
+        assert graphs() == traced
+
+
+def test_regions_that_ran_and_are_not_kept_are_not_said_to_have_never_run(tmp_path: Path) -> None:
+    model = zoo.compile_regions(Shifts().eval(), fullgraph=False)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    with pytest.raises(ValueError, match="its regions ran"):
+        zoo.save_compiled(model, tmp_path / "compiled")
+
+
 def kept() -> int:
     """How many compilations are kept in memory so that they can be saved."""
     gc.collect()

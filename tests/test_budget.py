@@ -129,6 +129,24 @@ def test_a_graph_break_is_a_violation_with_its_reason() -> None:
     assert any("graph break" in v and "on purpose" in v for v in violations(model, lambda: model(torch.randn(2, 4))))
 
 
+def test_a_branch_on_data_is_a_graph_break_with_its_line() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            if x.sum() > 0:
+                x = x + 1
+            return x.relu()
+
+    model = compiled(Sequence(Branching(), Branching()), fullgraph=False)
+    found = violations(model, lambda: model(torch.randn(2, 4)))
+    assert any("graph break" in each and "if x.sum() > 0:" in each for each in found), found
+    assert not any("recompiled" in each for each in found), found
+
+
 def test_nothing_run_is_a_violation() -> None:
     assert all("never ran" in violation for violation in violations(compiled(Stack())))
 

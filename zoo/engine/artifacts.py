@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import importlib.metadata
 import json
-import marshal
 import os
 import pickle
 import platform
@@ -93,6 +92,12 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             (partial / name).write_bytes(file.data)
             saved.entries.append({**file.entry, "file": name, **_written(file.data)})
         if not saved.entries and not saved.skipped:
+            if any(entry.graphs for entry in LEDGER.of(plan.ledger_id)):
+                raise ValueError(
+                    f"no graph of {type(model).__name__} can be saved: its regions ran, but what runs them is not "
+                    "kept: their graphs may break (fullgraph=False), modules have hooks, or every call changes what "
+                    "the guards read, such as a cache's Python attributes"
+                )
             raise ValueError(
                 f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...) first"
             )
@@ -344,7 +349,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             continue
         try:
             saved: SavedGraph = pickle.loads(data)
-            code, space = marshal.loads(saved.code), served[0].forward.__globals__
+            code, space = saved.code, served[0].forward.__globals__
             noted = functools.partial(LEDGER.note_loaded, entry["file"])
             check, its_globals = LoadedCheck(saved.check, space, noted), saved.globals_in(space)
             origin = _File(entry, data, set(index["sources"]))

@@ -15,7 +15,7 @@ from torch import nn
 from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.cuda_graph import Captures, CapturingCall
-from zoo.engine.graph_log import LEDGER, Entry, recompile_reason
+from zoo.engine.graph_log import LEDGER, Entry, place_of_break, recompile_reason
 from zoo.engine.signature import choices_of, mode, without_ddp
 
 
@@ -77,7 +77,8 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     violations = [
         *_over_budget(plan),
         *_recompiled(plan, new, modules),
-        *(f"graph break: {reason}" for reason in _breaks() - breaks),
+        *(f"graph break, {count} in all: {reason}" for reason, count in (_breaks() - breaks).items()),
+        *_broken(new),
         *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
     if group is not None:
@@ -121,6 +122,16 @@ def _over_budget(plan: Plan) -> Iterator[str]:
             yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {budget}; beyond it: {where}"
 
 
+def _broken(new: list[Entry]) -> Iterator[str]:
+    """Where graphs broke: also at branches on data, which Dynamo does not count."""
+    places = Counter((entry.region.__name__, place) for entry in new if (place := place_of_break(entry.compile_id)))
+    for (region, place), count in places.items():
+        yield (
+            f"{region}: graph break at {place}, its rest compiled {count} time(s): a branch on data, or a call that "
+            "cannot be traced"
+        )
+
+
 def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:
     seen: set[Hashable] = set()
     choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
@@ -132,6 +143,7 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
             choice, trains = choices[entry.region], entry.mode.startswith("train")
             chosen = tuple(e for e in entry.attributes if e[0] in choice or (trains and e[1].is_zero))
             key = entry.region, entry.structure, chosen, entry.mode, entry.inputs
+        key = key, place_of_break(entry.compile_id)
         if key in seen and entry in new:
             yield (
                 f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "

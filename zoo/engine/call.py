@@ -170,9 +170,12 @@ class RegionCall:
         # ask for a profiler five times in each call.
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
         with _patching, patch, tracing(to_run=self._runs_directly):
+            keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
+            # Asked before the call, which may change what guards read: a cache that it writes to.
+            entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
             result = self._compile_and_run(args, kwargs)
-            if self._misses < _MOST_MISSES and not self._needs_dynamo(module):
-                self._keep(module, args, kwargs)
+            if keeps:
+                self._keep(module, args, kwargs, entry, known)
         while NOTICES:
             warnings.warn(NOTICES.pop(), RegionWarning, stacklevel=2)
         return result
@@ -235,17 +238,28 @@ class RegionCall:
             f"eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False)]"
         )
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the entry that served this call: the first whose guards pass, as Dynamo looks for it."""
+    def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """The first of Dynamo's entries whose guards pass, as Dynamo looks for it, and the compilations of all."""
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-        arguments = self._bind(module, args, kwargs)
-        for entry in _debug_get_cache_entry_list(self._code):
-            guards = entry.guard_manager
-            if guards.cache_entry is not None and guards.check(arguments):
-                self.add_entry(_shapes(args), guards, entry.code, self.forward.__globals__, traced_of(entry))
-                return
-        self._misses += 1
+        entries, arguments = _debug_get_cache_entry_list(self._code), self._bind(module, args, kwargs)
+        passing = (e for e in entries if e.guard_manager.cache_entry is not None and e.guard_manager.check(arguments))
+        return next(passing, None), [each.compile_id for each in entries]
+
+    def _keep(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Any, known: list[Any]
+    ) -> None:
+        """Keep the entry that served a call: one whose guards passed before it, or the one compiled in it."""
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        new = [each for each in _debug_get_cache_entry_list(self._code) if each.compile_id not in known]
+        if entry is None or new:  # what passed before may be of another backend, which Dynamo does not run
+            entry = new[0] if len(new) == 1 else None
+            guards = entry and entry.guard_manager
+            if guards is None or guards.cache_entry is None or not guards.check(self._bind(module, args, kwargs)):
+                self._misses += 1
+        if entry is not None and entry.guard_manager.cache_entry is not None:
+            self.add_entry(_shapes(args), entry.guard_manager, entry.code, self.forward.__globals__, traced_of(entry))
 
     def add_entry(
         self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any], origin: Any

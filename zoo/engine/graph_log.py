@@ -7,6 +7,7 @@ with no wrapper in the way at run time.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import time
 from collections.abc import Callable, Hashable
@@ -215,6 +216,20 @@ def _unique_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+def place_of_break(compile_id: str) -> str:
+    """Where the code broke off whose rest this compilation is of: file, line and code; empty for a whole forward."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    for metrics in reversed(get_compilation_metrics()):
+        if str(metrics.compile_id) == compile_id:
+            rest, _, line = str(metrics.co_name).rpartition("_at_")
+            if not rest.startswith("torch_dynamo_resume_in"):
+                return ""
+            number = int(line.partition("_")[0])
+            return f"{metrics.co_filename}:{number} ({linecache.getline(str(metrics.co_filename), number).strip()})"
+    return ""
 
 
 def recompile_reason(compile_id: str) -> str | None:

@@ -62,7 +62,7 @@ class SavedGraph:
 
     shapes: list[Any]
     check: Check
-    code: bytes
+    code: types.CodeType
     modules: dict[str, str]  # of other globals of the code, those that are modules
     names: list[str]  # and those that are the region's own
     compiled: str
@@ -94,7 +94,7 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
     product = traced.product if traced.product is not None else _by_inductor(traced)
     buffer = io.BytesIO()
     try:
-        saved = SavedGraph(shapes, check, marshal.dumps(traced.code), modules, names, compiled[0], product)
+        saved = SavedGraph(shapes, check, traced.code, modules, names, compiled[0], product)
         _Pickler(buffer).dump(saved)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UnsavableError(str(error)) from error
@@ -110,7 +110,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
         if isinstance(value, types.CodeType):
-            return marshal.loads, (marshal.dumps(value),)
+            # Dynamo puts constants into code that marshal does not know, such as dtypes and devices.
+            return _code, (marshal.dumps(value.replace(co_consts=())), value.co_consts)
         if isinstance(value, Tensor):
             raise UnsavableError(f"its graph holds a constant tensor of shape {tuple(value.shape)}")
         if isinstance(getattr(value, "fn", None), types.FunctionType) and hasattr(value, "params"):  # a Triton kernel
@@ -119,6 +120,12 @@ class _Pickler(pickle.Pickler):
                 raise UnsavableError(f"kernel {name} is not a global of {module}")
             return getattr, (sys.modules[module], name)
         return NotImplemented
+
+
+def _code(without_constants: bytes, constants: tuple[Any, ...]) -> types.CodeType:
+    """Code as it was pickled."""
+    code: types.CodeType = marshal.loads(without_constants)
+    return code.replace(co_consts=constants)
 
 
 def _by_inductor(traced: Traced) -> _ByInductor:
