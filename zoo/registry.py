@@ -137,7 +137,10 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
             check_finite(model, type(module).__name__, strict=strict)
             return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
-    raise TypeError(f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}")
+    raise TypeError(
+        f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}; "
+        "zoo.compile_regions(module) compiles it as it is"
+    )
 
 
 def to_upstream(model: nn.Module) -> nn.Module:
