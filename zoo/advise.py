@@ -472,7 +472,7 @@ def table(found: Measured) -> Iterator[str]:
             "same" if times is None else f"{times:.2f}×",
             f"{arm.error:.0e}" + "!" * (not arm.right),
             f"{arm.graphs}/{arm.breaks}",
-            "never" if math.isinf(payback) else f"{payback:,}",
+            "never" if math.isinf(payback) else f"{payback:,}" if payback < 1e6 else f"{payback:.1e}",
         )
         spread = f"{(high - low) / 2 / middle:.0%}"
         rows.append(

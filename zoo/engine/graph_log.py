@@ -220,6 +220,8 @@ def _unique_graphs() -> int:
 
 def place_of_break(compile_id: str) -> str:
     """Where the code broke off whose rest this compilation is of: file, line and code; empty for a whole forward."""
+    if "torch._dynamo" not in sys.modules:  # a loaded graph, which nothing compiled
+        return ""
     from torch._dynamo.utils import get_compilation_metrics
 
     for metrics in reversed(get_compilation_metrics()):
@@ -234,6 +236,8 @@ def place_of_break(compile_id: str) -> str:
 
 def recompile_reason(compile_id: str) -> str | None:
     """Dynamo's own words on why this compilation was needed, if it still remembers."""
+    if "torch._dynamo" not in sys.modules:
+        return None
     from torch._dynamo.utils import get_compilation_metrics
 
     for metrics in reversed(get_compilation_metrics()):
