@@ -314,11 +314,11 @@ def test_calls_under_the_outer_cuda_graph(case: Case):
 
 # Graphs of the regions that small cases compile: of a family, and of what differs in it. Layers of one width share one.
 GRAPHS = {
-    **{"bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 9, "unet": 12},
+    **{"bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12, "resnet18": 9},
     **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5, "llama-debug": 2, "vit-debug": 1, "whisper-debug": 2},
 }
 # accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier.
-UPSTREAM_GRAPHS = {"bert": 3, "resnet": 7, "unet": 2, "bert train": 5, "unet-xl-debug": 1}
+UPSTREAM_GRAPHS = {"bert": 3, "resnet": 6, "resnet18": 7, "unet": 2, "bert train": 5, "unet-xl-debug": 1}
 
 
 @pytest.mark.slow
