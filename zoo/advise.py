@@ -55,7 +55,7 @@ TURN_MS = 100
 # Fewest and most rounds, and seconds that bound their number between the two.
 QUICK, THOROUGH = (5, 9, 20), (9, 30, 300)
 HEAD = ("arm", "compile s", "ms a call", "spread", "vs eager", "error", "g/b", "payback")
-WIDTHS = (-21, 9, 9, 6, 8, 7, 5, 7)
+WIDTHS = (-21, 11, 9, 6, 8, 6, 4, 7)
 
 
 class Refused(ValueError):
