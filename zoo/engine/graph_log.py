@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -220,30 +220,25 @@ def _unique_graphs() -> int:
 
 def place_of_break(compile_id: str) -> str:
     """Where the code broke off whose rest this compilation is of: file, line and code; empty for a whole forward."""
-    if "torch._dynamo" not in sys.modules:  # a loaded graph, which nothing compiled
+    metrics = next(_metrics(compile_id), None)
+    rest, _, line = str(metrics and metrics.co_name).rpartition("_at_")
+    if metrics is None or not rest.startswith("torch_dynamo_resume_in"):
         return ""
-    from torch._dynamo.utils import get_compilation_metrics
-
-    for metrics in reversed(get_compilation_metrics()):
-        if str(metrics.compile_id) == compile_id:
-            rest, _, line = str(metrics.co_name).rpartition("_at_")
-            if not rest.startswith("torch_dynamo_resume_in"):
-                return ""
-            number = int(line.partition("_")[0])
-            return f"{metrics.co_filename}:{number} ({linecache.getline(str(metrics.co_filename), number).strip()})"
-    return ""
+    number = int(line.partition("_")[0])
+    return f"{metrics.co_filename}:{number} ({linecache.getline(str(metrics.co_filename), number).strip()})"
 
 
 def recompile_reason(compile_id: str) -> str | None:
     """Dynamo's own words on why this compilation was needed, if it still remembers."""
-    if "torch._dynamo" not in sys.modules:
-        return None
-    from torch._dynamo.utils import get_compilation_metrics
+    return next((str(each.recompile_reason) for each in _metrics(compile_id) if each.recompile_reason), None)
 
-    for metrics in reversed(get_compilation_metrics()):
-        if str(metrics.compile_id) == compile_id and metrics.recompile_reason:
-            return str(metrics.recompile_reason)
-    return None
+
+def _metrics(compile_id: str) -> Iterator[Any]:
+    """What Dynamo still remembers of a compilation, newest first; nothing of a graph that was loaded without it."""
+    if "torch._dynamo" in sys.modules:
+        from torch._dynamo.utils import get_compilation_metrics
+
+        yield from (each for each in reversed(get_compilation_metrics()) if str(each.compile_id) == compile_id)
 
 
 LEDGER = Ledger()
