@@ -19,16 +19,14 @@ from torch import nn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.machine import INDUCTOR_CACHE, TRITON_CACHE, cache_environment
+from benchmarks.machine import CACHE_VARIABLES, cache_contents, cache_environment
 
-CACHE_VARIABLES = (INDUCTOR_CACHE, TRITON_CACHE)
 REASON_LENGTH = 400
 
 
 def cached_files() -> int:
     """How many files this process' cache folders hold."""
-    folders = {os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
-    return len({file for folder in folders for file in Path(folder).rglob("*") if file.is_file()})
+    return len(cache_contents())
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +59,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         import zoo
         from benchmarks import families, strategies, timing
         from benchmarks.families.base import Prepared
+        from benchmarks.machine import cache_contents
         from benchmarks.plan import Case
         from benchmarks.worker import _flat
 
@@ -71,13 +71,13 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         torch.zeros(1, device=device)
     with phase("model"):
         model, inputs, static, dynamic = torch.load(asked["model"], map_location=device, mmap=True, weights_only=False)
-    files = _cached()
+    files = cache_contents()
     with strategies.execution_mode(case):
         call = model
         if artifacts and not save:
             with phase("load"):
                 call = zoo.load_compiled(model, artifacts, strict=True)
-            files = _cached()
+            files = cache_contents()
         with phase("first call"):
             if not artifacts or save:
                 prepared = Prepared(
@@ -91,7 +91,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
             with phase("capture"):
                 step = partial(zoo.cuda_graph(call, kwargs=inputs, static=static, clone_outputs=False), **inputs)
                 step()
-        compiled = {"files": len(_cached() - files), **_traced()}
+        compiled = {"files": len(cache_contents() - files), **_traced()}
         calls = timing.calibrate(step, device)
         rounds = [timing.back_to_back(step, device, calls) for _ in range(ROUNDS)]
         host_ms = timing.host(step, device)
@@ -112,12 +112,6 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         "output": hashlib.sha256(output.view(torch.uint8).numpy().tobytes()).hexdigest(),
         "saved": saved,
     }
-
-
-def _cached() -> set[Path]:
-    """Compiled code in the compiler's caches: what Inductor and Triton write for each kernel and each graph."""
-    folders = [Path(os.environ[name]) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
-    return {path for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
 def _traced() -> dict[str, int]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+CACHE_VARIABLES = INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 LIBRARIES = ("torch-geometric", "torchvision", "transformers", "diffusers", "numpy", "triton")
 
 
@@ -62,6 +62,12 @@ def device_facts(device: str) -> dict[str, Any]:
         "sm_clock_max_mhz": monitor.max_sm_clock(),
         "power_limit_w": monitor.power_limit(),
     }
+
+
+def cache_contents() -> set[Path]:
+    """The files in this process' cache folders: what Inductor and Triton write for each kernel and each graph."""
+    folders = {os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
+    return {file for folder in folders for file in Path(folder).rglob("*") if file.is_file()}
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
