@@ -146,7 +146,9 @@ class Session:
         model: A language model of the zoo, compiled or not.
         batch: Rows, each a text of its own.
         slots: Tokens that fit into a row, prompts and answers together.
-        cache, cuda_graph, buckets: As for ``generate``; the cache's sizes must be these.
+        cache: As for ``generate``; its sizes must be these.
+        cuda_graph: As for ``generate``.
+        buckets: As for ``generate``.
         conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
             can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later prompt
             is then another graph.
