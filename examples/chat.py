@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig, TextStreamer
 
 from zoo import compile_regions
+from zoo.files import upstream
 from zoo.llm import GenerationOptions, Session, load
 
 
@@ -36,18 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         run(options)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 def run(options: argparse.Namespace) -> None:
     """Load, compile, and answer prompts."""
+    transformers = upstream("transformers")
     settings = {key: getattr(options, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
     GenerationOptions(**settings)  # a bad option should not cost a compilation
     model = load(options.model, device=options.device, dtype=getattr(torch, options.dtype or "", None))
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     try:
-        settings["eos"] = GenerationConfig.from_pretrained(options.model).eos_token_id
+        settings["eos"] = transformers.GenerationConfig.from_pretrained(options.model).eos_token_id
     except OSError:  # there is no generation_config.json
         settings["eos"] = model.config.eos_token_id or tokenizer.eos_token_id
     session = Session(model, 1, min(options.slots, model.config.max_position_embeddings), conversation=False)
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": prompt})
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=text is prompt)["input_ids"]
-        answer = speak(session, ids, settings, TextStreamer(tokenizer, skip_special_tokens=True), weights)
+        answer = speak(session, ids, settings, transformers.TextStreamer(tokenizer, skip_special_tokens=True), weights)
         messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
 
 

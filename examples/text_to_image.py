@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 
 import zoo
+from zoo.files import upstream
 
 WARM_UP_STEPS = 2  # the first compiles, the second is captured
 
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load_pipeline(source: str, dtype: torch.dtype, device: str, scheduler: str | None) -> Any:
     """The pipeline of a folder or hub id, with another of diffusers' schedulers if one is named."""
+    diffusers = upstream("diffusers")
     pipe = diffusers.DiffusionPipeline.from_pretrained(source).to(device, dtype)
     if scheduler is not None:
         pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)

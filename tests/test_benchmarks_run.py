@@ -223,6 +223,8 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A suite that runs in a shell's background ignores Ctrl-C, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     store = Store(tmp_path / "fake-inference-float32.jsonl")
     try:

@@ -53,6 +53,27 @@ def answer(folder: Path, prompt: list[int], **settings: Any) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize(
+    ("example", "library", "extra", "arguments"),
+    [
+        ("chat", "transformers", "hf", ["folder"]),
+        ("text_to_image", "diffusers", "diffusers", ["a prompt", "--model", "folder"]),
+    ],
+)
+def test_help_needs_no_library_and_a_run_names_the_extra(
+    example: str, library: str, extra: str, arguments: list[str]
+) -> None:
+    run = (
+        f"import runpy, sys; sys.modules[{library!r}] = None; runpy.run_module('examples.{example}', {{}}, '__main__')"
+    )
+    call = [sys.executable, "-c", run]
+    root = Path(__file__).parent.parent
+    shown = subprocess.run([*call, "--help"], cwd=root, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
+    refused = subprocess.run([*call, *arguments], cwd=root, capture_output=True, text=True, check=False)
+    assert refused.returncode and f'pip install "regional-zoo[{extra}]"' in refused.stderr
+
+
 def test_a_prompt_is_continued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = [str(folder), "--prompt", "w5 w6", "--device", "cpu", "--no-compile"]
     chat.main([*call, "--max-new-tokens", "40"])

@@ -6,6 +6,7 @@ import errno
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -222,11 +223,14 @@ def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_p
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path) -> None:
+def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         family.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="not a hub id"):
         family.load(tmp_path / "nowhere")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no route")))
+    with pytest.raises(FileNotFoundError, match=r"'owner/name': no such file .* \(OSError\); check the name"):
+        family.load("owner/name")
     for dtype in (torch.int8, "bfloat16"):
         with pytest.raises(ValueError, match=f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype"):
             family.load(tmp_path, dtype=dtype)

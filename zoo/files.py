@@ -63,15 +63,24 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
     """The file or folder; of a hub id ``"owner/name"`` the files that match the patterns are downloaded first.
 
     Raises:
-        FileNotFoundError: If a path does not exist.
+        FileNotFoundError: If a path does not exist, or the hub does not give the files.
     """
     path, name = Path(source), str(source)
     if path.exists():
         return path
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or path.suffix in (".safetensors", *_PICKLED):
-        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
-    return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
+        raise FileNotFoundError(
+            f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name, "
+            "such as google-bert/bert-base-uncased"
+        )
+    try:
+        return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
+    except OSError as error:  # the hub's own errors, of HTTP and of its cache, are OSErrors
+        raise FileNotFoundError(
+            f"weights {name!r}: no such file or folder here, and the hub did not give it ({type(error).__name__}); "
+            "check the name and the network, or give the path of a downloaded folder"
+        ) from error
 
 
 @contextlib.contextmanager
