@@ -11,13 +11,7 @@ from rich.console import Console
 
 from benchmarks.plan import arms_of
 from benchmarks.record import Kernel, Result, Rows, Steady
-from benchmarks.report import (
-    cells,
-    docs,
-    selection,
-    tables,
-    terminal,
-)
+from benchmarks.report import cells, docs, selection, tables, terminal
 from benchmarks.report.docs import Spec, make_table, make_value
 from benchmarks.report.model import MeasuredArm, MeasuredRace, is_shipped, is_tuned, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row
@@ -29,9 +23,12 @@ def _arm(shown: MeasuredRace, name: str) -> MeasuredArm:
 
 
 def _printed(results: list[Result], width: int) -> str:
+    """What the terminal shows, nothing of it cut off or wider than the terminal."""
     console = Console(file=io.StringIO(), width=width)
     terminal.render(results, ENVIRONMENTS, console)
-    return console.file.getvalue()
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    return text
 
 
 # Numbers
@@ -128,15 +125,23 @@ def test_arms_that_raced_in_groups_are_paired_with_the_one_that_each_group_holds
     assert not apart.paired
 
 
+def test_a_wrong_output_is_marked_and_no_best() -> None:
+    results = race()
+    results[2].check.error = 3e-3  # of the fastest as shipped
+    shown = shown_race(results)
+    wrong = _arm(shown, "upstream full reduce-overhead")
+    assert [arm for arm in shown.arms if arm.wrong] == [wrong] and cells.name(wrong).endswith("!")
+    assert shown.best_shipped.name == "upstream regional"
+    assert any(f"not counted among the best: {wrong.name}" in note for note in cells.race_notes(shown))
+
+
 def test_an_arm_whose_eager_twin_did_not_run_is_held_to_the_rounding_of_the_others() -> None:
     results = race()
     for result in results:
         if result.case.impl == "upstream":
             result.check.eager_error = None
-    ours = max(r.check.eager_error for r in results if r.check is not None and r.check.eager_error is not None)
     assert not any(arm.wrong for arm in shown_race(results).arms)
-    check = results[2].check
-    check.error = 100 * ours
+    results[2].check.error = 100 * results[-1].check.eager_error
     assert [arm.name for arm in shown_race(results).arms if arm.wrong] == ["upstream full reduce-overhead"]
 
 
@@ -153,47 +158,38 @@ def test_break_even_is_against_the_own_eager_with_capture() -> None:
     assert shown.break_even(eager, eager.result.cold) is None
 
 
-def _change(results: list[Result], what: str) -> None:
-    for number, result in enumerate(results):
-        if what == "no device times":
-            result.steady.device_ms = []
-        elif what == "rounds that occur twice":
-            result.steady.rounds = [number % 10 for number in result.steady.rounds]
-        elif what == "another run" and number == 7:
-            result.environment = "e2"
-        elif what == "a cold figure whose caches were not empty" and number == 7:
-            result.cold.cache_empty_at_start = False
-        elif what == "a wrong output" and number == 2:  # of the fastest as shipped
-            result.check.error = 3e-3
+def _without_device_times(results: list[Result]) -> None:
+    for result in results:
+        result.steady.device_ms = []
+
+
+def _with_rounds_that_occur_twice(results: list[Result]) -> None:
+    for result in results:
+        result.steady.rounds = [number % 10 for number in result.steady.rounds]
 
 
 @pytest.mark.parametrize(
-    ("what", "note"),
+    ("change", "note"),
     [
-        ("no device times", "wall clock"),
-        ("rounds that occur twice", "unpaired: "),
-        ("another run", "unpaired: zoo regional."),
-        ("a cold figure whose caches were not empty", "no cold figure: zoo regional"),
-        ("a wrong output", "not counted among the best: upstream full reduce-overhead"),
+        (_without_device_times, "wall clock"),
+        (_with_rounds_that_occur_twice, "unpaired: "),
+        (lambda results: setattr(results[7], "environment", "e2"), "unpaired: zoo regional."),
+        (lambda results: setattr(results[7].cold, "cache_empty_at_start", False), "no cold figure: zoo regional"),
     ],
+    ids=["no device times", "rounds that occur twice", "another run", "caches that were not empty"],
 )
-def test_notes_say_what_is_not_as_it_should_be(what: str, note: str) -> None:
+def test_notes_say_what_is_not_as_it_should_be(change: Callable[[list[Result]], None], note: str) -> None:
     results = race()
     assert not any(note in said for said in cells.race_notes(shown_race(results)))
-    _change(results, what)
+    change(results)
     (shown,) = races(results, {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "id": "e2"}})
     assert any(note in said for said in cells.race_notes(shown))
     regional = _arm(shown, "zoo regional")
-    assert shown.clock == ("wall" if what == "no device times" else "device")
+    assert shown.clock == ("wall" if note == "wall clock" else "device")
     assert shown.speedup(regional, shown.reference).paired == (not note.startswith("unpaired"))
-    if what == "a cold figure whose caches were not empty":
-        assert cells.seconds(regional.result.cold) == cells.NOTHING and results[7].cold.seconds == 1.4, (
-            "the row keeps it"
-        )
-        assert regional.paid("cold") is None and regional.paid("warm") is not None
-    if what == "a wrong output":
-        assert shown.best_shipped.name == "upstream regional"
-        assert cells.name(_arm(shown, "upstream full reduce-overhead")).endswith("!")
+    assert (regional.paid("cold") is None) == (note == "no cold figure: zoo regional")
+    assert (cells.seconds(regional.result.cold) == cells.NOTHING) == (regional.paid("cold") is None)
+    assert regional.paid("warm") is not None and results[7].cold.seconds == 1.4, "the row keeps both"
 
 
 # Terminal
@@ -202,19 +198,9 @@ def test_notes_say_what_is_not_as_it_should_be(what: str, note: str) -> None:
 def _extreme() -> list[Result]:
     """Every column at its widest: a long arm name, an arm that loses by far, counts of three digits, failures."""
     results = race({"upstream regional": 15.0, "upstream full": 1234.0})
+    longest = {"impl": "upstream-tuned", "strategy": "full", "mode": "max-autotune-no-cudagraphs", "cuda_graph": True}
     results += [
-        row(
-            0.8,
-            cold=123.4,
-            warm=12.3,
-            graphs=120,
-            kernels=12345,
-            breaks=12,
-            impl="upstream-tuned",
-            strategy="full",
-            mode="max-autotune-no-cudagraphs",
-            cuda_graph=True,
-        ),
+        row(0.8, cold=123.4, warm=12.3, graphs=120, kernels=12345, breaks=12, **longest),
         failure("failed", "Unsupported: [bold]nested[/bold] " + "and so on " * 100, strategy="hierarchical"),
     ]
     return results
@@ -224,8 +210,6 @@ def _extreme() -> list[Result]:
 def test_nothing_is_cut_off(width: int) -> None:
     results = _extreme()
     text = _printed(results, width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
     words = set(text.split())
     shown = shown_race(results)
     for arm in shown.arms:
@@ -259,7 +243,6 @@ def test_tables_show_the_hosts_time_and_the_idle_device(width: int) -> None:
     head, rows = tables.speeds(shown)
     assert head[-2:] == ["host ms", "device idle"] and all(line[-2:] == ["12.3", "25 %"] for line in rows)
     text = _printed(_with_host(_extreme()), width)
-    assert max(map(len, text.splitlines())) <= width and "…" not in text
     assert len(re.findall(r"\bidle\b", text)) == 1 and text.count("25 %") == len(shown.arms)
 
 
@@ -292,8 +275,7 @@ def test_terminal_of_odd_rows() -> None:
     few = row(1.0, rounds=3)
     text = " ".join(_printed([started_only, few], 80).split())
     assert "Fewer than 6 rounds, so no interval: zoo eager." in text
-    empty = row(1.0)
-    empty.steady, empty.check, empty.work, empty.memory, empty.cold, empty.warm = Steady(), None, None, None, None, None
+    empty = Result(case=row().case, environment="e1", steady=Steady())
     assert "zoo eager" in _printed([empty], 80)
 
 
@@ -342,10 +324,8 @@ def test_commands_that_differ_in_lists_alone_become_one(given: list[str], merged
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:
     (command,) = selection.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
     said = command.split()
-    given = {key: said[said.index(f"--{key}") + 1].split(",") for key in ("impl", "strategy", "mode")}
-    arms = arms_of(
-        row(model="gcn").case, impls=given["impl"], strategies=given["strategy"], modes=given["mode"]
-    )  # what benchmarks.run makes of them
+    impls, strategies, modes = (said[said.index(key) + 1].split(",") for key in ("--impl", "--strategy", "--mode"))
+    arms = arms_of(row().case, impls=impls, strategies=strategies, modes=modes)  # what benchmarks.run makes of them
     assert {result.case for result in race() if not result.case.control} <= set(arms)
 
 
@@ -357,10 +337,6 @@ def _table(text: str, results: list[Result]) -> str:
     return make_table(Spec.parse(text), Rows(results, ENVIRONMENTS))
 
 
-def _value(text: str, results: list[Result]) -> str:
-    return make_value(Spec.parse(text), Rows(results, ENVIRONMENTS))
-
-
 KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
 
 
@@ -368,8 +344,7 @@ KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
     "text", ["race model=gcn input=cora", "headline family=gnn", "compile model=gat input=cora", KERNELS]
 )
 def test_a_table_without_rows_says_so(text: str) -> None:
-    made = _table(text, [])
-    assert made.startswith("No rows measured yet; run `python -m benchmarks.run --")
+    assert _table(text, []).startswith("No rows measured yet; run `python -m benchmarks.run --")
 
 
 LOST = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
@@ -397,37 +372,43 @@ def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> No
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
-    old, new = race(), race({"zoo regional": 2.0})
-    for result in new:
+    results = [*race({"zoo regional": 2.0}), *race()]
+    for result in results[: len(results) // 2]:
         result.environment = "e2"
-    rows = Rows([*new, *old], {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "torch": "2.13.0"}})
-    assert "torch 2.13.0" in make_table(Spec.parse("race model=gcn input=cora"), rows)
-    assert "torch 2.11.0" in make_table(Spec.parse("race model=gcn input=cora torch=2.11.0+cu130"), rows)
-    rows = Rows([*new, *old], {**ENVIRONMENTS, "e2": {**ENVIRONMENT, "gpu": "NVIDIA A100"}})
+
+    def table(options: str, **second: str) -> str:
+        rows = Rows(results, {**ENVIRONMENTS, "e2": {**ENVIRONMENT, **second}})
+        return make_table(Spec.parse(f"race model=gcn input=cora {options}"), rows)
+
+    assert "torch 2.13.0" in table("", torch="2.13.0")
+    assert "torch 2.11.0" in table("torch=2.11.0+cu130", torch="2.13.0")
     with pytest.raises(ValueError, match=r"NVIDIA A100 \(cuda\) and NVIDIA H200 \(cuda\); add gpu="):
-        make_table(Spec.parse("race model=gcn input=cora"), rows)
-    chosen = make_table(Spec.parse('race model=gcn input=cora gpu="NVIDIA A100"'), rows)
-    assert "NVIDIA A100, torch" in chosen
+        table("", gpu="NVIDIA A100")
+    assert "NVIDIA A100, torch" in table('gpu="NVIDIA A100"', gpu="NVIDIA A100")
 
 
 @pytest.mark.parametrize(
     ("make", "text", "said"),
     [
-        (_table, "rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
-        (_table, "race model=gcn", "give model=... input=..."),
-        (_table, 'race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
-        (_table, "kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
-        (_table, 'kernels model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
-        (_table, "race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
-        (_table, "race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
-        (_value, "p500 model=gcn input=cora arm=x", "no value 'p500'; did you mean 'p50'"),
-        (_value, "p50 model=gcn input=cora", "give model=... input=... arm="),
-        (_value, 'p50 model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
+        (make_table, "rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
+        (make_table, "race model=gcn", "give model=... input=..."),
+        (make_table, 'race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
+        (make_table, "kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
+        (
+            make_table,
+            'kernels model=gcn input=cora arm="zoo regionl"',
+            "no arm 'zoo regionl'; did you mean 'zoo regional'",
+        ),
+        (make_table, "race modle=gcn input=cora", "no option 'modle'; did you mean 'model'"),
+        (make_table, "race model=gcn,gat input=cora", "2 races match: gcn .* gat"),
+        (make_value, "p500 model=gcn input=cora arm=x", "no value 'p500'; did you mean 'p50'"),
+        (make_value, "p50 model=gcn input=cora", "give model=... input=... arm="),
+        (make_value, 'p50 model=gcn input=cora arm="zoo regionl"', "no arm 'zoo regionl'; did you mean 'zoo regional'"),
     ],
 )
-def test_wrong_markers(make: Callable[[str, list[Result]], str], text: str, said: str) -> None:
+def test_wrong_markers(make: Callable[[Spec, Rows], str], text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make(text, [*race(), *race(model="gat")])
+        make(Spec.parse(text), Rows([*race(), *race(model="gat")], ENVIRONMENTS))
 
 
 # Markers
@@ -469,6 +450,3 @@ def test_markers_in_code_are_left_alone() -> None:
 def test_broken_markers_name_their_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         _rewritten(text)
-
-
-# --- training ---
