@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +76,23 @@ def test_copies_are_without_it(copied: Callable[[Any], Any]) -> None:
     torch.testing.assert_close(zoo.cuda_graph(other)(x), model(x))
 
 
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "loaded": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
+    "assigned": lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
+    "moved": lambda model: model.bfloat16().float(),
+    "reordered": lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
+    "replaced": lambda model: setattr(model, "stem", nn.Linear(4, 8, device=model.stem.weight.device)),
+    "training": lambda model: model.train(),
+    "part in training": lambda model: model.blocks[1].train(),
+    "appended": lambda model: model.blocks.append(copy.deepcopy(model.blocks[0])),
+    "no bias": lambda model: setattr(model.stem, "bias", None),
+    "hook inside": lambda model: model.blocks[0].register_forward_hook(lambda module, args, output: output + 1),
+    "forward inside": lambda model: setattr(model.blocks[0], "forward", lambda x: x * 2),
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}),
-        lambda model: model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True),
-        lambda model: model.bfloat16().float(),
-        lambda model: setattr(model, "blocks", nn.ModuleList(reversed(model.blocks))),
-        lambda model: setattr(model, "stem", nn.Linear(4, 8, device=model.stem.weight.device)),
-        lambda model: model.train(),
-        lambda model: model.blocks[1].train(),
-        lambda model: model.blocks.append(copy.deepcopy(model.blocks[0])),
-        lambda model: setattr(model.stem, "bias", None),
-        lambda model: model.blocks[0].register_forward_hook(lambda module, args, output: output + 1),
-        lambda model: setattr(model.blocks[0], "forward", lambda x: x * 2),
-    ],
-    ids=[
-        "loaded", "assigned", "moved", "reordered", "replaced", "training", "part in training", "appended", "no bias",
-        "hook inside", "forward inside",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_weights_and_submodules_are_followed(change: Callable[[Any], Any], device: str) -> None:
     model = stack(device)
     x = torch.randn(2, 4, device=device)
@@ -259,23 +255,17 @@ def test_two_threads_get_their_own_results() -> None:
     x = torch.randn(2, 4)
     for _ in range(2):
         model(x)
-    inputs = [torch.randn(2, 4) for _ in range(40)]
-    results: list[Any] = [None] * len(inputs)
 
-    def run(first: int) -> None:
+    def run(inputs: list[Tensor]) -> list[Tensor]:
         with torch.no_grad():
-            for place in range(first, len(inputs), 2):
-                results[place] = model(inputs[place])
+            return [model(given) for given in inputs]
 
-    with warnings.catch_warnings():
+    halves = [[torch.randn(2, 4) for _ in range(20)] for _ in range(2)]
+    with warnings.catch_warnings(), ThreadPoolExecutor(2) as pool:
         warnings.simplefilter("ignore", RegionWarning)
-        threads = [threading.Thread(target=run, args=(first,)) for first in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for given, got in zip(inputs, results, strict=True):
-        torch.testing.assert_close(got, copy.deepcopy(model)(given))
+        results = list(pool.map(run, halves))
+    for inputs, outputs in zip(halves, results, strict=True):
+        torch.testing.assert_close(outputs, [copy.deepcopy(model)(given) for given in inputs])
 
 
 def test_a_captured_model_is_within_its_budget() -> None:

@@ -59,24 +59,18 @@ def mounting_is_permitted() -> bool:
 # Kills
 
 
-def children_of(pid: int) -> list[int]:
-    """Processes whose parent it is."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_the_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(after_the_name[1]) == pid and after_the_name[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def is_alive(pid: int) -> bool:
+def parent_of(pid: int) -> int | None:
+    """The process that started it, or took it over; None once it has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
-        return False
+        return None
+    return None if state == "Z" else int(parent)
+
+
+def children_of(pid: int) -> list[int]:
+    running = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [each for each in running if parent_of(each) == pid]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 150.0) -> Any:
@@ -112,7 +106,7 @@ def test_a_run_outlives_its_worker_refuses_a_second_run_and_is_resumed_after_a_k
         run.kill()
         run.wait()
     # It would sleep for a minute.
-    wait_for(lambda: not is_alive(orphan), seconds=20.0)
+    wait_for(lambda: parent_of(orphan) is None, seconds=20.0)
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"another run is writing to {out}; wait until it has ended, or name another place" in second.stderr
 
