@@ -203,7 +203,10 @@ def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> 
         assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.05)
         torch.testing.assert_close(y[kept], (block.linear(x).abs() + 1)[kept] / (1 - rate))  # type: ignore[operator]
         y.sum().backward()
-    assert report.graphs == "at least 1"
+    assert report.graphs == "at least 1" and not report.regions[0].differences
+    (obstacle,) = report.obstacles
+    assert "depth.p is 0.0 in 0 and not in others" in str(obstacle) and ": 1 graph(s) more" in str(obstacle)
+    assert not zoo.find_regions(model.eval(), [Dropped]).obstacles
     # At a rate of zero the code leaves it out, at one it divides by nothing. AOTAutograd of 2.11 takes 1 - rate for a
     # constant.
     assert sum(graphs_of(model).values()) == (3 if backend == "eager" or torch.__version__ >= "2.12" else len(rates))
@@ -395,6 +398,32 @@ def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[
     assert sum(graphs_of(model).values()) == 1
 
 
+class Recurrent(nn.Module):
+    """Calls one of its blocks again and again, between two that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.core, self.head = Shifted(0), Block(4), Shifted(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(4):
+            x = self.core(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_block_that_a_call_repeats_is_found_by_its_inputs(given: bool) -> None:
+    model, x = Recurrent().eval(), torch.randn(2, 4)
+    expected = model(x)
+    inputs = {"x": x} if given else None
+    assert {found.name for found in zoo.find_regions(model, inputs=inputs).regions} == {"Shifted", *["Block"] * given}
+    compiled(model, inputs=inputs)
+    with torch.no_grad(), zoo.enforce_budget(model):
+        torch.testing.assert_close(model(x), expected)
+    assert graphs_of(model) == {"Shifted": 1, **({"Block": 1} if given else {})}
+
+
 def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
     model, x = sequential(), torch.randn(3, 8)
     compiled(model)
@@ -470,7 +499,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize(("train", "graphs"), [(False, 2), (True, 3)])
 def test_a_choice_of_code_is_within_the_budget(train: bool, graphs: int) -> None:
     model = Sequence(*map(Shifted, range(4))).train(train)
-    assert not zoo.find_regions(model).obstacles
+    assert len(zoo.find_regions(model).obstacles) == train
     compiled(model)
     with zoo.enforce_budget(model), torch.set_grad_enabled(train):
         model(torch.randn(2, 4, requires_grad=train))
