@@ -64,6 +64,7 @@ class NamedBlock(Block):
         return self.linear(x) * len(self.name)
 
 
+@pytest.mark.filterwarnings("ignore:.*where one would do:zoo.RegionWarning")
 def test_a_graph_a_layer_is_over_budget_at_run_time_too() -> None:
     blocks = Sequence(*(NamedBlock(4, "b" * i) for i in range(1, 4)))
     with pytest.warns(zoo.RegionWarning):

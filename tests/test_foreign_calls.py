@@ -76,6 +76,50 @@ def test_generation_costs_no_graph_for_a_layer_or_a_token(
     assert sum(graphs_of(model).values()) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.slow
+def test_generation_is_saved_with_a_static_cache_and_says_why_it_is_not_with_a_dynamic_one(
+    cache: str, tmp_path: Path
+) -> None:
+    model = compiled(llama(2), backend="inductor")
+    generate(model, cache_implementation=cache)
+    saved = zoo.save_compiled(model, tmp_path / "compiled")
+    reasons = set(saved.skipped.values())
+    if cache == "static":
+        assert len(saved.entries) == 2 and not reasons
+    else:
+        (reason,) = reasons
+        assert reason.startswith("its sizes or numbers are symbols") and "static cache" in reason
+
+
+class Naming(Block):
+    """Asks a set of names, and leaves a rate unread in eval."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(4)
+        self.names, self.rate = {"relu"}, 0.1 * index
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not 0.0 <= self.rate <= 1.0:
+            raise ValueError(self.rate)
+        x = super().forward(x)
+        return x.relu() if "relu" in self.names else x
+
+
+@pytest.mark.slow
+def test_a_block_that_asks_a_set_and_leaves_its_rate_unread_is_saved(tmp_path: Path) -> None:
+    model, x = Sequence(*map(Naming, range(3))).eval(), torch.randn(2, 4)
+    compiled(model, backend="inductor")
+    with torch.no_grad():
+        expected = model(x)
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+        assert len(saved.entries) == 1 and not saved.skipped
+        torch.compiler.reset()
+        loaded = zoo.load_compiled(zoo.uncompile(model), tmp_path / "compiled", strict=True)
+        torch.testing.assert_close(loaded(x), expected)
+
+
 def test_sizes_that_vary_turn_symbolic_once_and_are_told() -> None:
     model = Sequence(*(Block(4) for _ in range(3)))
     inputs = [torch.randn(rows, 4) for rows in (2, 3, 5, 7, 11)]
@@ -308,6 +352,26 @@ class Formatting(nn.Module):
         return self.linear(x) * getattr(self, f"scale_{self.place}")
 
 
+class Strings(Block):
+    def __init__(self, name: str) -> None:
+        super().__init__(4)
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.name == "left out" else super().forward(x)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_name_that_each_block_has_is_an_obstacle(given: bool) -> None:
+    model, x = Sequence(*(Strings(f"block {index}") for index in range(3))).eval(), torch.randn(2, 4)
+    (obstacle,) = zoo.find_regions(model, inputs={"x": x} if given else None).obstacles
+    assert "forward reads name" in str(obstacle) and "a graph a layer, 3 in all" in str(obstacle)
+    compiled(model)
+    with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="2 graphs compiled for .* where one would do: .*name"):
+        model(x)
+    assert graphs_of(model) == {"Strings": 3}
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
 def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
     model, x = Sequence(*(Formatting(place) for place in range(3))), torch.randn(2, 4)
@@ -356,7 +420,7 @@ def test_options_of_a_region_come_before_those_of_the_call() -> None:
 
     ours, theirs = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
     model = Sequence(Block(4), Rated(0.0))
-    compiled(model, regions=[zoo.Region(Block, backend=ours), Rated], backend=theirs)
+    compiled(model, regions=[zoo.Region(Block, backend=ours, mode="default"), Rated], backend=theirs)
     with torch.no_grad():
         model(torch.randn(2, 4))
     assert ours.frame_count == theirs.frame_count == 1
@@ -386,7 +450,11 @@ class Repeating(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("make", [of_torch, sequential, Repeating])
+def shared() -> nn.Module:
+    return nn.Sequential(*[Block(8)] * 3)
+
+
+@pytest.mark.parametrize("make", [of_torch, sequential, Repeating, shared])
 def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module]) -> None:
     model, x = make().eval(), torch.randn(2, 3, 8)
     with torch.no_grad():

@@ -115,7 +115,8 @@ def compile_regions(
         exclude: Classes or module paths to leave eager, with all that is inside of them.
         inputs: Keyword arguments of one call, which the model then makes eagerly: regions, graphs and obstacles are
             those of that call. Without them a per-layer value of a foreign model is warned of when it costs a graph.
-        mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
+        mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
+            backends than Inductor have none.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
         dynamic: ``False`` compiles one graph for each shape, ``True`` one with symbolic sizes. ``None`` is ``False``
@@ -360,7 +361,7 @@ def _mode_and_options(
     if region.autotune_pointwise is not None:
         own["triton.autotune_pointwise"] = region.autotune_pointwise
     if backend != "inductor":
-        return {"mode": mode, "options": None if options is None else dict(options)}
+        return {"options": dict(options or {})}
     if mode is not None:
         if options is not None:
             raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zoo.engine.signature import forward_in_torch_nn, own_class, own_structure
 
@@ -19,7 +20,7 @@ _WORTHWHILE = 0.75
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
 # Never called.
-_LISTS = (nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict, ParametrizationList)
 # Where transformers and diffusers name their blocks.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
 
@@ -50,14 +51,14 @@ class Cut:
 
     Args:
         model: The model.
-        calls: How often a call of the model calls each module; each is called once without.
+        calls: How often a call of the model calls each module; without, as often as it stands in its list.
     """
 
     def __init__(self, model: nn.Module, calls: Mapping[nn.Module, int] | None = None) -> None:
         self._calls = calls or {}
         self._kinds: dict[Hashable, int] = {}
         self._seen: set[int] = set()
-        self._root = self._part("", model)
+        self._root = self._part("", model, 1)
         copies: dict[type[nn.Module], list[_Part]] = defaultdict(list)
         for part in _inside(self._root):
             if part.layers and part.cls not in _LISTS:
@@ -138,17 +139,18 @@ class Cut:
             if part.cls not in classes:
                 todo += reversed(part.children)
 
-    def _part(self, name: str, module: nn.Module) -> _Part:
+    def _part(self, name: str, module: nn.Module, calls: int) -> _Part:
         self._seen.add(id(module))
         children = []
+        times = Counter(map(id, module._modules.values()))
         for child_name, child in module.named_children():
             if id(child) not in self._seen:
-                children.append(self._part(f"{name}.{child_name}" if name else child_name, child))
+                path = f"{name}.{child_name}" if name else child_name
+                children.append(self._part(path, child, self._calls.get(child) or calls * times[id(child)]))
         built = own_structure(module), tuple((part.name[len(name) :], part.kind) for part in children)
         matrix = any(_is_matrix(parameter) for parameter in module.parameters(recurse=False))
         own = int(matrix and not isinstance(module, nn.Embedding))
         kind = self._kinds.setdefault(built, len(self._kinds))
-        calls = max(self._calls.get(module, 1), 1)
         layers = own + sum(part.layers * part.calls for part in children) / calls
         return _Part(name, module, own_class(module), kind, own, calls, layers, children)
 

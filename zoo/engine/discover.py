@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
@@ -338,7 +339,11 @@ def nothing_repeats(model: nn.Module) -> str:
         return (
             f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
         )
-    return "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+    own = any(map(is_parametrized, model.modules()))
+    return (
+        "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+        + "; weight_norm and other parametrizations give each module a class, and so a graph, of its own" * own
+    )
 
 
 def _obstacles(
@@ -366,7 +371,8 @@ def _obstacles(
             if key in skip:
                 continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
-            if len(values) == len(group) > 1 and len(set(values)) == len(values):
+            two = any(value.kind == "str" for value in values)  # which choose code where there are no more
+            if len(values) == len(group) > 1 + two and len(set(values)) == len(values):
                 yield Obstacle(
                     cls.__name__,
                     f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
