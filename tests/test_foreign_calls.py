@@ -408,6 +408,20 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
         torch.testing.assert_close(model(x), expected)
 
 
+class Counting(Block):
+    """Takes a size for a constant."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(range(x.shape[0]))
+
+
+def test_a_mark_that_cannot_be_kept_is_an_error_with_the_remedy() -> None:
+    model, x = compiled(Sequence(Counting(4), Counting(4))), torch.randn(2, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    with pytest.raises(zoo.RegionError, match=r"blocks\.0 \(Counting\).*Constraints violated.*dynamic=False"):
+        model(x)
+
+
 def test_an_error_of_the_models_own_stays() -> None:
     model = compiled(Sequence(Block(4), Block(4)))
     with pytest.raises(RuntimeError, match="mat1|size") as caught:
