@@ -16,6 +16,7 @@ from blocks import Block, Sequence, graphs_of
 from torch import Tensor, nn
 
 import zoo
+from benchmarks.foreign import MODELS
 
 
 def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -23,24 +24,8 @@ def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
     return zoo.compile_regions(model, **{"backend": "eager", **kwargs})
 
 
-def llama(layers: int = 4) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, max_position_embeddings=64, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_decoder_layers=3, num_heads=2,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config).eval()
+def foreign(name: str) -> nn.Module:
+    return MODELS[f"transformers {name}"].make().eval()
 
 
 def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
@@ -52,21 +37,19 @@ def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
 @pytest.mark.parametrize(
-    ("make", "how", "expected"),
+    ("name", "how", "expected"),
     [
-        (llama, {}, 3),
-        (llama, {"cache_implementation": "static"}, 2),
-        (llama, {"num_beams": 2}, 3),
+        ("Llama", {}, 3),
+        ("Llama", {"cache_implementation": "static"}, 2),
+        ("Llama", {"num_beams": 2}, 3),
         # An encoder and a decoder, and in each a first block with the position bias.
-        (t5, {}, 2 * (1 + 3)),
-        (t5, {"cache_implementation": "static"}, 2 * (1 + 2)),
+        ("T5", {}, 2 * (1 + 3)),
+        ("T5", {"cache_implementation": "static"}, 2 * (1 + 2)),
     ],
 )
 @pytest.mark.slow
-def test_generation_costs_no_graph_for_a_layer_or_a_token(
-    make: Callable[[], nn.Module], how: dict[str, Any], expected: int
-) -> None:
-    model = make()
+def test_generation_costs_no_graph_for_a_layer_or_a_token(name: str, how: dict[str, Any], expected: int) -> None:
+    model = foreign(name)
     tokens = generate(model, **how)
     compiled(model)
     with zoo.enforce_budget(model):
@@ -82,7 +65,7 @@ def test_generation_costs_no_graph_for_a_layer_or_a_token(
 def test_generation_is_saved_with_a_static_cache_and_says_why_it_is_not_with_a_dynamic_one(
     cache: str, tmp_path: Path
 ) -> None:
-    model = compiled(llama(2), backend="inductor")
+    model = compiled(foreign("Llama"), backend="inductor")
     generate(model, cache_implementation=cache)
     saved = zoo.save_compiled(model, tmp_path / "compiled")
     reasons = set(saved.skipped.values())
