@@ -14,92 +14,48 @@ from blocks import Block, IndexedBlock, Sequence
 from torch import nn
 
 import zoo
+from benchmarks.foreign import MODELS
 from zoo.engine.graph_log import LEDGER
 
-
-def bert() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    return BertModel(config).eval(), {"input_ids": torch.arange(12).view(2, 6)}
-
-
-def llama() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, max_position_embeddings=32,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval(), {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
-
-
-def resnet() -> tuple[nn.Module, dict[str, Any]]:
-    from torchvision.models import resnet18
-
-    return resnet18(num_classes=5).eval(), {"x": torch.randn(1, 3, 32, 32)}
-
-
-def unet() -> tuple[nn.Module, dict[str, Any]]:
-    from diffusers import UNet2DConditionModel
-
-    model = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=2, cross_attention_dim=8, attention_head_dim=4,
-        norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )  # fmt: skip
-    inputs = {
-        "sample": torch.randn(1, 4, 8, 8),
-        "timestep": torch.tensor(3),
-        "encoder_hidden_states": torch.randn(1, 5, 8),
-    }
-    return model.eval(), inputs
-
-
-MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], set[str]]] = {
-    "bert": (bert, {"BertLayer"}),
-    "llama": (llama, {"LlamaDecoderLayer"}),
-    "resnet": (resnet, {"BasicBlock"}),
-    "unet": (unet, {"ResnetBlock2D", "Transformer2DModel"}),
+REGIONS = {
+    "transformers Bert": {"BertLayer"},
+    "transformers Llama": {"LlamaDecoderLayer"},
+    "torchvision resnet50": {"Bottleneck"},
+    "diffusers UNet2DConditionModel": {"ResnetBlock2D", "Transformer2DModel"},
 }
+
+
+def foreign(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model in eval, and inputs of it."""
+    found = MODELS[name]
+    return found.make().eval(), found.inputs(found.sizes[0])
 
 
 def first_tensor(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_discovered_regions(name: str) -> None:
-    make, expected = MODELS[name]
-    model, inputs = make()
-    report = zoo.find_regions(model, inputs=inputs)
-    assert {found.name for found in report.regions} == expected, str(report)
-    assert not report.declared
-    assert all(found.graphs_needed < len(found.modules) for found in report.regions), str(report)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", REGIONS)
 def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str) -> None:
-    model, inputs = MODELS[name][0]()
+    model, inputs = foreign(name)
     with torch.no_grad():
         expected = first_tensor(model(**inputs))
-        predicted = zoo.find_regions(model, inputs=inputs).graphs_needed
+        report = zoo.find_regions(model, inputs=inputs)
+        assert {found.name for found in report.regions} == REGIONS[name] and not report.declared, str(report)
+        assert all(found.graphs_needed < len(found.modules) for found in report.regions), str(report)
         zoo.compile_regions(model, backend="eager")
         first = len(LEDGER.entries)
         torch.testing.assert_close(first_tensor(model(**inputs)), expected)
-        assert sum(entry.graphs for entry in LEDGER.entries[first:]) == predicted
+        assert sum(entry.graphs for entry in LEDGER.entries[first:]) == report.graphs_needed
 
 
 def test_llamas_layer_index_is_a_symbol() -> None:
-    model, inputs = llama()
-    for report in (zoo.find_regions(model), zoo.find_regions(model, inputs={**inputs, "use_cache": True})):
+    model, inputs = foreign("transformers Llama")
+    for report in (zoo.find_regions(model), zoo.find_regions(model, inputs=inputs)):
         assert report.graphs_needed == 1 and not report.obstacles
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad():
-        assert zoo.warm_up(model, **{**inputs, "use_cache": True}).graphs == 1
+        assert zoo.warm_up(model, **inputs).graphs == 1
 
 
 class Holding(nn.Module):
@@ -207,25 +163,25 @@ def test_budgets_hold_for_any_entry_point() -> None:
 def test_given_regions_and_exclude() -> None:
     from transformers.models.bert.modeling_bert import BertAttention, BertLayer
 
-    model, inputs = bert()
+    model, inputs = foreign("transformers Bert")
     report = zoo.find_regions(model, [BertAttention], exclude=["encoder.layer.0.attention"])
-    assert report.regions[0].modules == ("encoder.layer.1.attention", "encoder.layer.2.attention")
+    assert report.regions[0].modules == tuple(f"encoder.layer.{index}.attention" for index in (1, 2, 3))
     zoo.compile_regions(model, regions=[BertLayer], backend="eager")
     with torch.no_grad(), zoo.enforce_budget(model):
         model(**inputs)
     with pytest.raises(ValueError, match=r"BertAttention .* is nested in region BertLayer"):
         zoo.find_regions(model, [BertLayer, BertAttention])
     with pytest.raises(ValueError, match="BertLayer matches no module of ResNet"):
-        zoo.find_regions(resnet()[0], [BertLayer])
+        zoo.find_regions(foreign("torchvision resnet50")[0], [BertLayer])
 
 
 def test_the_report_says_what_makes_blocks_differ() -> None:
-    text = str(zoo.find_regions(resnet()[0]))
-    assert "differs: parameters: " in text and "conv1.weight (64, 64, 3, 3)" in text
+    text = str(zoo.find_regions(foreign("torchvision resnet50")[0]))
+    assert "differs: parameters: " in text and "conv1.weight (64, 64, 1, 1)" in text
 
 
 def test_a_foreign_model_under_the_outer_cuda_graph() -> None:
-    model, inputs = bert()
+    model, inputs = foreign("transformers Bert")
     with torch.inference_mode():
         step = zoo.cuda_graph(lambda ids: model(input_ids=ids).last_hidden_state, (inputs["input_ids"],))
         ids = inputs["input_ids"].flip(1)
@@ -250,13 +206,8 @@ def cached(model: Any) -> None:
 
 @pytest.mark.parametrize("hook", [offloaded, cast_by_layer, cached])
 def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None]) -> None:
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        in_channels=8, num_layers=3, num_single_layers=0, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(2, 2, 4),
-    )  # fmt: skip
+    model, _ = foreign("diffusers FluxTransformer2DModel")
     assert not zoo.find_regions(model).obstacles
     hook(model)
-    (obstacle,) = zoo.find_regions(model).obstacles
-    assert "have hooks of accelerate or diffusers" in obstacle.message
+    found = zoo.find_regions(model).obstacles
+    assert found and all("have hooks of accelerate or diffusers" in obstacle.message for obstacle in found)

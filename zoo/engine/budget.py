@@ -136,14 +136,13 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
     seen: set[Hashable] = set()
     choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
     for entry in LEDGER.of(plan.ledger_id):
-        if not entry.graphs or entry.varied:
-            continue
+        if not entry.graphs or entry.varied or place_of_break(entry.compile_id):
+            continue  # the rest after a break is told with its place
         key = entry.key
         if not plan.report.declared:
             choice, trains = choices[entry.region], entry.mode.startswith("train")
             chosen = tuple(e for e in entry.attributes if e[0] in choice or (trains and e[1].is_zero))
             key = entry.region, entry.structure, chosen, entry.mode, entry.inputs
-        key = key, place_of_break(entry.compile_id)
         if key in seen and entry in new:
             yield (
                 f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "

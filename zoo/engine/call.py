@@ -182,6 +182,7 @@ class RegionCall:
 
     def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+        from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
         try:
             return self._with_symbols(args, kwargs)
@@ -191,6 +192,9 @@ class RegionCall:
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
+        except ConstraintViolationError as error:
+            static = "keep its sizes static, with no mark_dynamic and dynamic=False"
+            raise RegionError(f"{self._cannot_compile(error)}, or {static}") from error
 
     def _with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run with symbols for what varies, and warn when sizes turn symbolic."""

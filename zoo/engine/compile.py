@@ -113,9 +113,10 @@ def compile_regions(
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
         regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
         exclude: Classes or module paths to leave eager, with all that is inside of them.
-        inputs: Keyword arguments of one call, which the model then makes once, eagerly: graphs and obstacles are those
-            of that call. Without them a foreign model is warned of a per-layer value when it costs the first graph.
-        mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``.
+        inputs: Keyword arguments of one call, which the model then makes eagerly: regions, graphs and obstacles are
+            those of that call. Without them a per-layer value of a foreign model is warned of when it costs a graph.
+        mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
+            backends than Inductor have none.
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
         dynamic: ``False`` compiles one graph for each shape, ``True`` one with symbolic sizes. ``None`` is ``False``
@@ -146,11 +147,11 @@ def place_calls(
     model: nn.Module, choices: Choices, inputs: Mapping[str, Any] | None = None, *, lazily: bool = False
 ) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
-    chosen = resolve(model, choices.regions, choices.exclude)
+    chosen = resolve(model, choices.regions, choices.exclude, inputs)
     if not chosen and not declared_regions(model):
         raise ValueError(
-            f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; or name "
-            "classes with regions=[...]"
+            f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; name "
+            "classes with regions=[...], or give inputs=, in whose call a block that is called again is found"
         )
     if not chosen:
         warnings.warn(
@@ -197,7 +198,7 @@ def place_calls(
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
-    pending = {obstacle.region: obstacle for obstacle in report.obstacles if not obstacle.certain}
+    pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
     _PLANS[model] = Plan(report, LEDGER.watch(model, modules), choices, pending)
     if _warn_of_excess not in LEDGER.listeners:
         LEDGER.listeners.append(_warn_of_excess)
@@ -360,7 +361,7 @@ def _mode_and_options(
     if region.autotune_pointwise is not None:
         own["triton.autotune_pointwise"] = region.autotune_pointwise
     if backend != "inductor":
-        return {"mode": mode, "options": None if options is None else dict(options)}
+        return {"options": dict(options or {})}
     if mode is not None:
         if options is not None:
             raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")

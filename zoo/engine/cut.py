@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from zoo.engine.signature import forward_in_torch_nn, own_class, own_structure
 
@@ -19,21 +20,22 @@ _WORTHWHILE = 0.75
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
 # Never called.
-_LISTS = (nn.ModuleList, nn.ModuleDict)
+_LISTS = (nn.ModuleList, nn.ModuleDict, ParametrizationList)
 # Where transformers and diffusers name their blocks.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
 
 
 @dataclass
 class _Part:
-    """A module: its kind (equal for copies of one structure), the layers in it, and the modules directly in it."""
+    """A module: its kind (equal for copies of one structure), layers in each call of it, and modules directly in it."""
 
     name: str
     module: nn.Module
     cls: type[nn.Module]
     kind: int
     own_layer: int
-    layers: int
+    calls: int
+    layers: float
     children: list[_Part]
 
 
@@ -42,15 +44,21 @@ class Cut:
 
     A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
     in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
-    copies have the same structure; it is taken or left as a whole. Where no such class is taken, those of ``torch.nn``
-    that are made of modules are candidates, such as ``nn.Sequential``. Where nothing repeats, a class that stands alone
-    in an ``nn.ModuleList`` is taken, as of a block that the model calls again and again.
+    copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
+    taken, those of ``torch.nn`` that are made of modules are candidates, such as ``nn.Sequential``. Where nothing
+    repeats, a class that stands alone in an ``nn.ModuleList`` is taken, as of a block that the model calls again and
+    again.
+
+    Args:
+        model: The model.
+        calls: How often a call of the model calls each module; without, as often as it stands in its list.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, calls: Mapping[nn.Module, int] | None = None) -> None:
+        self._calls = calls or {}
         self._kinds: dict[Hashable, int] = {}
         self._seen: set[int] = set()
-        self._root = self._part("", model)
+        self._root = self._part("", model, 1)
         copies: dict[type[nn.Module], list[_Part]] = defaultdict(list)
         for part in _inside(self._root):
             if part.layers and part.cls not in _LISTS:
@@ -65,7 +73,7 @@ class Cut:
                 cls
                 for cls, parts in copies.items()
                 if cls in considered
-                and len({part.kind for part in parts}) < len(parts)
+                and len({part.kind for part in parts}) < sum(part.calls for part in parts)
                 and (cls.__name__ in marked or not any(_repeated(part) & marked for part in parts))
             ]
             # What lies in the library's own blocks alone is left to them, where these repeat.
@@ -107,21 +115,19 @@ class Cut:
     def _worthwhile(self, cls: type[nn.Module]) -> bool:
         parts = [part for part in self._outermost(self.classes) if part.cls is cls]
         kinds = {part.kind: part.layers for part in parts}
-        layers = sum(part.layers for part in parts)
-        left = sum(kinds.values()) + _CALL * len(parts)
-        return (
-            len(kinds) < len(parts) and left <= _WORTHWHILE * _EAGER * layers and layers >= _SHARE * self._root.layers
-        )
+        layers, calls = sum(part.layers * part.calls for part in parts), sum(part.calls for part in parts)
+        left = sum(kinds.values()) + _CALL * calls
+        return len(kinds) < calls and left <= _WORTHWHILE * _EAGER * layers and layers >= _SHARE * self._root.layers
 
-    def _count(self, classes: list[type[nn.Module]]) -> int:
-        compiled: dict[int, int] = {}
+    def _count(self, classes: list[type[nn.Module]]) -> float:
+        compiled: dict[int, float] = {}
         rest = 0
         for part in self._outermost(classes):
             if part.cls in classes:
                 compiled[part.kind] = part.layers
-                rest += _CALL
+                rest += _CALL * part.calls
             else:
-                rest += _EAGER * part.own_layer
+                rest += _EAGER * part.own_layer * part.calls
         return sum(compiled.values()) + rest
 
     def _outermost(self, classes: list[type[nn.Module]]) -> Iterator[_Part]:
@@ -133,17 +139,20 @@ class Cut:
             if part.cls not in classes:
                 todo += reversed(part.children)
 
-    def _part(self, name: str, module: nn.Module) -> _Part:
+    def _part(self, name: str, module: nn.Module, calls: int) -> _Part:
         self._seen.add(id(module))
         children = []
+        times = Counter(map(id, module._modules.values()))
         for child_name, child in module.named_children():
             if id(child) not in self._seen:
-                children.append(self._part(f"{name}.{child_name}" if name else child_name, child))
+                path = f"{name}.{child_name}" if name else child_name
+                children.append(self._part(path, child, self._calls.get(child) or calls * times[id(child)]))
         built = own_structure(module), tuple((part.name[len(name) :], part.kind) for part in children)
         matrix = any(_is_matrix(parameter) for parameter in module.parameters(recurse=False))
         own = int(matrix and not isinstance(module, nn.Embedding))
         kind = self._kinds.setdefault(built, len(self._kinds))
-        return _Part(name, module, own_class(module), kind, own, own + sum(part.layers for part in children), children)
+        layers = own + sum(part.layers * part.calls for part in children) / calls
+        return _Part(name, module, own_class(module), kind, own, calls, layers, children)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
-from zoo.engine.observe import Observed, device_shares, observe_call
+from zoo.engine.observe import Observed, count_calls, device_shares, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
 
@@ -25,12 +26,14 @@ _HOOKS = ("_hf_hook", "_diffusers_hook")
 class Obstacle:
     """Something that costs graphs or hides a region from the compiler, and what to do about it.
 
-    ``certain`` is False where only a branch of the code costs something, and no call has shown whether it is taken.
+    ``certain`` is False where only a branch of the code costs something, and no call has shown whether it is taken;
+    ``expected`` is True where what it costs is as the model is meant to be, and only reported.
     """
 
     region: str
     message: str
     certain: bool = True
+    expected: bool = False
 
     def __str__(self) -> str:
         return f"{self.region}: {self.message}"
@@ -139,16 +142,17 @@ def find_regions(
             of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
             layers in it, each call of a region one, each layer outside of regions two.
         exclude: Classes or module paths to leave out, with all that is inside of them.
-        inputs: Keyword arguments of one call. With them the model runs once, eagerly, in its mode (with gradients in
-            training), so that layers that differ only in their inputs are told apart and attributes count only where a
-            branch that was taken reads them; on a GPU each region's share of device time is measured as well.
+        inputs: Keyword arguments of one call. With them the model runs eagerly, in its mode (with gradients in
+            training), so that a block that is called several times is discovered, layers that differ only in their
+            inputs are told apart, and attributes count only where a branch that was taken reads them; on a GPU each
+            region's share of device time is measured as well.
 
     Raises:
         TypeError: If something that is not a module class is given as a region, or no list.
         ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
     model = without_ddp(model)
-    chosen, declared = resolve(model, regions, exclude), declares(model, regions)
+    chosen, declared = resolve(model, regions, exclude, inputs), declares(model, regions)
     return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), inputs=inputs)
 
 
@@ -195,11 +199,13 @@ def report_on(
         # A layer may be dropped at random in training.
         dropped = not declared and model.training and len(skipped) < len(modules)
         obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
+        zeros = list(_zero_rates(region, modules, lifted[region])) if model.training else []
+        obstacles += zeros
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
-        differences = tuple(_differences(modules, observed))
-        at_least = _contents_differ(modules, observed) or (model.training and _some_are_zero(modules, lifted[region]))
+        differences = tuple(_differences(modules, observed, symbols))
+        at_least = bool(zeros) or _contents_differ(modules, observed)
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why)
@@ -219,6 +225,7 @@ def resolve(
     model: nn.Module,
     regions: Sequence[Region | type[nn.Module] | str] | None,
     exclude: Sequence[type[nn.Module] | str],
+    inputs: Mapping[str, Any] | None = None,
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):
@@ -230,7 +237,8 @@ def resolve(
     excluded = {id(part) for item in exclude for m in _matching(model, item, "exclude") for part in m.modules()}
     given = declared_regions(model) if regions is None else regions
     if not given and regions is None:
-        found = {Region(cls): modules for cls, modules in Cut(model).regions().items()}
+        calls = None if inputs is None else count_calls(model, inputs)
+        found = {Region(cls): modules for cls, modules in Cut(model, calls).regions().items()}
     else:
         found = _given(model, given, required=regions is not None)
     chosen = {
@@ -331,7 +339,11 @@ def nothing_repeats(model: nn.Module) -> str:
         return (
             f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
         )
-    return "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+    own = any(map(is_parametrized, model.modules()))
+    return (
+        "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+        + "; weight_norm and other parametrizations give each module a class, and so a graph, of its own" * own
+    )
 
 
 def _obstacles(
@@ -359,7 +371,8 @@ def _obstacles(
             if key in skip:
                 continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
-            if len(values) == len(group) > 1 and len(set(values)) == len(values):
+            two = any(value.kind == "str" for value in values)  # which choose code where there are no more
+            if len(values) == len(group) > 1 + two and len(set(values)) == len(values):
                 yield Obstacle(
                     cls.__name__,
                     f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
@@ -382,7 +395,9 @@ def _obstacles(
         yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
 
 
-def _differences(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> Iterator[str]:
+def _differences(
+    modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Collection[str]
+) -> Iterator[str]:
     """What makes modules of one class differ: tensors in one line, then attributes one by one."""
     shapes: dict[str, dict[str, None]] = defaultdict(dict)
     for module in modules.values():
@@ -395,16 +410,28 @@ def _differences(modules: Mapping[str, nn.Module], observed: Mapping[str, Observ
         yield "parameters, buffers or submodules that only some have"
     # Where tensors differ, so does the configuration of torch's own modules; it would only repeat them.
     attributes = [_read(name, module, observed, configuration=not different) for name, module in modules.items()]
-    for key in dict.fromkeys(key for attribute in attributes for key in attribute):
+    for key in dict.fromkeys(key for attribute in attributes for key in attribute if key not in symbols):
         values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
         if len(values) > 1:
             yield f"{key}: {_abbreviate(list(values))}"
 
 
-def _some_are_zero(modules: Mapping[str, nn.Module], symbols: Lifted) -> bool:
-    """Whether a rate is zero in some modules only: a drop path, which code in training mostly leaves out then."""
-    rates = ({number_at(module, name) for module in modules.values()} for name in symbols.floats)
-    return any(0.0 in each and len(each) > 1 for each in rates)
+def _zero_rates(region: Region, modules: Mapping[str, nn.Module], symbols: Lifted) -> Iterator[Obstacle]:
+    """Rates that are zero in some modules of a structure only: drop paths, which code in training leaves out then."""
+    for name in symbols.floats:
+        rates: dict[Hashable, dict[str, float]] = defaultdict(dict)
+        for path, module in modules.items():
+            rates[structure(module)][path] = number_at(module, name)
+        mixed = [each for each in rates.values() if 0.0 in each.values() and len(set(each.values())) > 1]
+        zero = [path for each in mixed for path, rate in each.items() if rate == 0.0]
+        if mixed:
+            yield Obstacle(
+                region.cls.__name__,
+                f"{name} is 0.0 in {_abbreviate(zero)} and not in others of their structure, and code in training "
+                f"mostly branches on that: {len(mixed)} graph(s) more; a small rate there shares the others' graph",
+                certain=False,
+                expected=True,
+            )
 
 
 def _contents_differ(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> bool:

@@ -83,9 +83,12 @@ class Ledger:
         if "torch._dynamo" not in sys.modules:
             return
         from torch._dynamo.callback import callback_handler
+        from torch._dynamo.utils import set_compilation_metrics_limit
 
         if self._start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._start)
+            # Dynamo remembers 64 compilations otherwise, and of older ones no reason and no place of a break.
+            set_compilation_metrics_limit(4096)
         if self._end not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(self._end)
 

@@ -231,20 +231,11 @@ class OwnEntry(MutableMapping[int, Any]):
         self.own = others.get(own_index, _ABSENT)
 
     def __getitem__(self, key: Any) -> Any:
-        if key == self.own_index and self.own is not _ABSENT:
-            return self.own
-        return self.others[key]
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As ``dict.get``."""
-        if key == self.own_index:
-            return default if self.own is _ABSENT else self.own
-        return self.others.get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        if key == self.own_index:
-            return self.own is not _ABSENT
-        return key in self.others
+        if key != self.own_index:
+            return self.others[key]
+        if self.own is _ABSENT:
+            raise KeyError(key)
+        return self.own
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if key == self.own_index:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
@@ -35,6 +37,25 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
 
 
+@contextlib.contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """A call of the model in here is eager, in the model's mode, and leaves nothing behind."""
+    with undisturbed(model), torch.set_grad_enabled(model.training and torch.is_grad_enabled()), _eager():
+        yield
+
+
+def count_calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[nn.Module]:
+    """How often each module is called in one eager call of the model."""
+    calls: Counter[nn.Module] = Counter()
+    handle = register_module_forward_pre_hook(lambda module, _: calls.update([module]))
+    try:
+        with _watched(model):
+            model(**inputs)
+    finally:
+        handle.remove()
+    return calls
+
+
 @dataclass
 class Observed:
     """What one call showed of a region module: distinct kinds of input, and the dotted attributes that it read."""
@@ -56,9 +77,7 @@ def observe_call(
     """
     seen = {name: Observed() for modules in chosen.values() for name in modules}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(undisturbed(model))
-        stack.enter_context(torch.set_grad_enabled(model.training and torch.is_grad_enabled()))
-        stack.enter_context(_eager())
+        stack.enter_context(_watched(model))
         for region, modules in chosen.items():
             for name, module in modules.items():
 

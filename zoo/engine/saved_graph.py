@@ -82,7 +82,10 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
         UnsavableError: If something in it cannot be written to a file.
     """
     if traced.symbolic:
-        raise UnsavableError("its sizes or numbers are symbols, and their guards cannot be saved")
+        raise UnsavableError(
+            "its sizes or numbers are symbols, and their guards cannot be saved: save with dynamic=False, "
+            "and a model that generates with a static cache"
+        )
     assert traced.code is not None
     loads = {each.argval for each in dis.get_instructions(traced.code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     compiled = [name for name in loads if name.startswith("__compiled_fn")]
@@ -131,6 +134,7 @@ def _code(without_constants: bytes, constants: tuple[Any, ...]) -> types.CodeTyp
 def _by_inductor(traced: Traced) -> _ByInductor:
     """Inductor's code for a graph, made again: most of it comes from Inductor's caches."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serializable
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._functorch import config
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
@@ -150,7 +154,11 @@ def _by_inductor(traced: Traced) -> _ByInductor:
         tracing(TracingContext(detect_fake_mode(inputs))), config.patch(ways), _libraries(libraries),
     ):  # fmt: skip
         try:
-            compiled = Serializable(traced.by_inductor(traced.graph, inputs))
+            try:
+                compiled = traced.by_inductor(traced.graph, inputs)
+            except TensorifyScalarRestartAnalysis:  # by which it notes the floats that the graph does without
+                compiled = traced.by_inductor(traced.graph, inputs)
+            compiled = Serializable(compiled)
             return _ByInductor(Serializable.serialize_compile_artifacts(compiled), libraries)
         except Exception as error:
             raise UnsavableError(f"torch cannot save it: {type(error).__name__}: {error}".partition("\n")[0]) from error
@@ -371,6 +379,8 @@ class _Writer(ast.NodeTransformer):
         function, given = ast.unparse(node.func), [ast.unparse(self.visit(each)) for each in node.args]
         if function == "___dict_contains":
             return self._named(" in ".join(given))
+        if function == "set.__contains__":
+            return self._named(" in ".join(reversed(given)))
         if function not in _FUNCTIONS or node.keywords:
             raise UnsavableError(f"its guards look at {ast.unparse(node)}")
         return self._named(f"{function}({', '.join(given)})")

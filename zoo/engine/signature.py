@@ -56,7 +56,7 @@ def _tensors(module: nn.Module, *, recurse: bool) -> tuple[Hashable, ...]:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Hashable, Hashable]:
-    if is_lazy(tensor):
+    if is_lazy(tensor) or (tensor.is_nested and tensor.layout is torch.strided):  # which have no sizes
         return None, None
     return tuple(tensor.shape), tensor.stride() if tensor.layout is torch.strided else None
 
@@ -71,8 +71,8 @@ class Attribute:
 
     @property
     def countable(self) -> bool:
-        """Whether layers can each have their own: an index, a list or an enum, not a flag or an activation."""
-        return self.kind in ("int", "list", "tuple", "enum")
+        """Whether layers can each have their own: an index, a name, a list or an enum, not a flag or an activation."""
+        return self.kind in ("int", "str", "list", "tuple", "enum")
 
     @property
     def is_zero(self) -> bool:
@@ -173,12 +173,8 @@ def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Ha
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
-            shape: Hashable = leaf.dim()
-            stride = None
-            if sizes:
-                shape = tuple(leaf.shape)
-                stride = leaf.stride() if leaf.layout is torch.strided else None
-            kind = (shape, stride, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
+            layout = _layout(leaf) if sizes else (leaf.dim(),)
+            kind = (*layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
             yield where, kind
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in inside:
             # A field may be unset yet, and one may lead back to where it is.
