@@ -176,12 +176,12 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     of_weights = {size for weight in module.parameters() for size in weight.shape}
     dynamic, static = (sizes - of_weights for sizes in marked.values())
     for tensor in _tensors((args, kwargs)):
-        if not any(hasattr(tensor, mark) for mark in marked):
-            for index, size in enumerate(tensor.shape):
-                if size in dynamic:
-                    torch._dynamo.maybe_mark_dynamic(tensor, index)
-                elif size in static:
-                    torch._dynamo.mark_static(tensor, index)
+        own = getattr(tensor, "_dynamo_dynamic_indices", None)  # of the model's input itself
+        for index, size in enumerate(tensor.shape):
+            if size in dynamic if own is None else index in own:
+                torch._dynamo.maybe_mark_dynamic(tensor, index)
+            elif size in static:
+                torch._dynamo.mark_static(tensor, index)
     return bool(marked["_dynamo_static_indices"])
 
 
