@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from blocks import Block, IndexedBlock, Sequence
+from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import zoo
@@ -188,10 +190,8 @@ def test_a_foreign_model_under_the_outer_cuda_graph() -> None:
         torch.testing.assert_close(step(ids), model(input_ids=ids).last_hidden_state)
 
 
-def offloaded(model: nn.Module) -> None:
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True))  # type: ignore[index, union-attr]
+def offloaded(model: Any) -> None:
+    add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True))
 
 
 def cast_by_layer(model: Any) -> None:
@@ -199,8 +199,6 @@ def cast_by_layer(model: Any) -> None:
 
 
 def cached(model: Any) -> None:
-    from diffusers import FirstBlockCacheConfig
-
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
 
 

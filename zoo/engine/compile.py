@@ -396,7 +396,8 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 def _warn_of_excess(entry: Entry) -> None:
     """Warn once of an obstacle that has cost a region a second graph for one structure and kind of input."""
     plan = next((plan for plan in _PLANS.values() if plan.ledger_id == entry.model), None)
-    if plan is None or entry.backward or entry.region.__name__ not in plan.pending:
+    # A graph that took no time was loaded, which no call of Dynamo's would end with a warning.
+    if plan is None or entry.backward or not entry.seconds or entry.region.__name__ not in plan.pending:
         return
     alike = [
         e

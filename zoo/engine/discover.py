@@ -18,6 +18,8 @@ from zoo.engine.observe import Observed, count_calls, device_shares, observe_cal
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
 
+# How a region is given.
+Given = Region | type[nn.Module] | str
 # Where accelerate and diffusers keep a hook that replaces a module's forward.
 _HOOKS = ("_hf_hook", "_diffusers_hook")
 
@@ -156,7 +158,7 @@ def find_regions(
     return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), inputs=inputs)
 
 
-def declares(model: nn.Module, regions: Sequence[Region | type[nn.Module] | str] | None) -> bool:
+def declares(model: nn.Module, regions: Sequence[Given] | None) -> bool:
     """Whether the regions are the model's own."""
     return regions is None and bool(declared_regions(model))
 
@@ -214,16 +216,13 @@ def report_on(
 def _weights(model: nn.Module) -> dict[int, int]:
     """Sizes of the parameters by identity, without those of embeddings."""
     modules = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    return {
-        id(weight): 0 if is_lazy(weight) else weight.numel()
-        for module in modules
-        for weight in module.parameters(recurse=False)
-    }
+    weights = (weight for module in modules for weight in module.parameters(recurse=False))
+    return {id(weight): 0 if is_lazy(weight) else weight.numel() for weight in weights}
 
 
 def resolve(
     model: nn.Module,
-    regions: Sequence[Region | type[nn.Module] | str] | None,
+    regions: Sequence[Given] | None,
     exclude: Sequence[type[nn.Module] | str],
     inputs: Mapping[str, Any] | None = None,
 ) -> dict[Region, dict[str, nn.Module]]:
@@ -254,16 +253,14 @@ def resolve(
 def declared_regions(model: nn.Module) -> tuple[Region, ...]:
     """The regions that the model's class declares; an attribute of another meaning declares none."""
     given = getattr(type(model), "regions", ())
-    if not isinstance(given, tuple | list):
-        return ()
-    if not all(isinstance(item, Region) or (isinstance(item, type) and issubclass(item, nn.Module)) for item in given):
+    if not isinstance(given, tuple | list) or not all(
+        isinstance(item, Region) or (isinstance(item, type) and issubclass(item, nn.Module)) for item in given
+    ):
         return ()
     return tuple(item if isinstance(item, Region) else Region(item) for item in given)
 
 
-def _given(
-    model: nn.Module, given: Sequence[Region | type[nn.Module] | str], *, required: bool
-) -> dict[Region, dict[str, nn.Module]]:
+def _given(model: nn.Module, given: Sequence[Given], *, required: bool) -> dict[Region, dict[str, nn.Module]]:
     """Modules of regions that are declared, or given by class or path."""
     names = {id(module): name for name, module in model.named_modules()}
     chosen: dict[Region, dict[str, nn.Module]] = {}
@@ -309,26 +306,25 @@ def _matching(model: nn.Module, item: type[nn.Module] | str, argument: str) -> l
 
 
 def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
-    owner = {id(module): (name, region) for region, modules in chosen.items() for name, module in modules.items()}
+    owner = {id(module): region.cls.__name__ for region, modules in chosen.items() for module in modules.values()}
     for region, modules in chosen.items():
         for name, module in modules.items():
-            for inner_name, inner in module.named_modules():
-                if inner is not module and id(inner) in owner:
-                    inner_cls = owner[id(inner)][1].cls.__name__
+            for path, inner in module.named_modules():
+                if path and (cls := owner.get(id(inner))):
                     raise ValueError(
-                        f"region {inner_cls} ({name}.{inner_name}) is nested in region {region.cls.__name__} ({name}): "
-                        "the outer one would compile it again; name one of the two"
+                        f"region {cls} ({name}.{path}) is nested in region {region.cls.__name__} ({name}): the outer "
+                        "one would compile it again; name one of the two"
                     )
 
 
 def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
     for region, modules in chosen.items():
         for name, module in modules.items():
-            for tensor_name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if is_lazy(tensor):
                     raise ValueError(
-                        f"region {region.cls.__name__}: {name}.{tensor_name} has no shape before the first call; call "
-                        "the model once on an example first"
+                        f"region {region.cls.__name__}: {name}.{path} has no shape before the first call; call the "
+                        "model once on an example first"
                     )
 
 

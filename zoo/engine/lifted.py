@@ -110,7 +110,8 @@ class Lifted:
 def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
     """The numbers that differ between blocks of one class and structure.
 
-    An int counts if no two blocks share it, or if it has more than two values: a choice of two is a choice of code.
+    An int counts if no two blocks share it, or if it has more than two values: a choice of two, also by
+    blocks of other structures, is a choice of code.
     """
     numbers: dict[Any, dict[str, list[int | float]]] = defaultdict(lambda: defaultdict(list))
     for module in modules:
@@ -123,9 +124,11 @@ def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
     for built in numbers.values():
         for name, values in built.items():
             kinds, distinct = set(map(type, values)), len(set(values))
+            everywhere = [value for other in numbers.values() for value in other.get(name, ())]
+            of_two = len(set(everywhere)) == 2 < len(everywhere)
             if kinds == {float} and distinct > 1 and name not in found.floats:
                 found.floats += (name,)
-            elif kinds == {int} and (distinct > 2 or distinct == len(values) > 1):
+            elif kinds == {int} and not of_two and (distinct > 2 or distinct == len(values) > 1):
                 found.items = max(found.items, int(max(values)) + 1)
                 if name not in found.ints:
                     found.ints += (name,)
@@ -173,12 +176,12 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     of_weights = {size for weight in module.parameters() for size in weight.shape}
     dynamic, static = (sizes - of_weights for sizes in marked.values())
     for tensor in _tensors((args, kwargs)):
-        if not any(hasattr(tensor, mark) for mark in marked):
-            for index, size in enumerate(tensor.shape):
-                if size in dynamic:
-                    torch._dynamo.maybe_mark_dynamic(tensor, index)
-                elif size in static:
-                    torch._dynamo.mark_static(tensor, index)
+        own = getattr(tensor, "_dynamo_dynamic_indices", None)  # of the model's input itself
+        for index, size in enumerate(tensor.shape):
+            if size in dynamic if own is None else index in own:
+                torch._dynamo.maybe_mark_dynamic(tensor, index)
+            elif size in static:
+                torch._dynamo.mark_static(tensor, index)
     return bool(marked["_dynamo_static_indices"])
 
 
