@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import safetensors.torch
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 
 import zoo
@@ -228,9 +229,12 @@ def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path, monke
         family.load(tmp_path)
     with pytest.raises(FileNotFoundError, match="not a hub id"):
         family.load(tmp_path / "nowhere")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("no route")))
-    with pytest.raises(FileNotFoundError, match=r"'owner/name': no such file .* \(OSError\); check the name"):
-        family.load("owner/name")
+    download = Mock(side_effect=[LocalEntryNotFoundError("no route"), OSError(errno.ENOSPC, "disk full")])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    unreachable = r"'owner/name': no such file .* \(LocalEntryNotFoundError\); check the name"
+    for error, said in ((FileNotFoundError, unreachable), (OSError, "disk full")):
+        with pytest.raises(error, match=said):
+            family.load("owner/name")
     for dtype in (torch.int8, "bfloat16"):
         with pytest.raises(ValueError, match=f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype"):
             family.load(tmp_path, dtype=dtype)

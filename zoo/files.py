@@ -74,9 +74,10 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
             f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name, "
             "such as google-bert/bert-base-uncased"
         )
+    errors = upstream("huggingface_hub.errors")
     try:
         return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
-    except OSError as error:  # the hub's own errors, of HTTP and of its cache, are OSErrors
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"weights {name!r}: no such file or folder here, and the hub did not give it ({type(error).__name__}); "
             "check the name and the network, or give the path of a downloaded folder"
