@@ -202,10 +202,12 @@ def cached(model: Any) -> None:
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
 
 
-@pytest.mark.parametrize("hook", [offloaded, cast_by_layer, cached])
-def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize(("hook", "hooked"), [(offloaded, 1), (cast_by_layer, 2), (cached, 2)])
+def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None], hooked: int) -> None:
     model, _ = foreign("diffusers FluxTransformer2DModel")
     assert not zoo.find_regions(model).obstacles
     hook(model)
     found = zoo.find_regions(model).obstacles
-    assert found and all("have hooks of accelerate or diffusers" in obstacle.message for obstacle in found)
+    assert len(found) == hooked and all(
+        "have hooks of accelerate or diffusers" in obstacle.message for obstacle in found
+    )

@@ -335,11 +335,10 @@ def nothing_repeats(model: nn.Module) -> str:
         return (
             f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
         )
-    own = any(map(is_parametrized, model.modules()))
-    return (
-        "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
-        + "; weight_norm and other parametrizations give each module a class, and so a graph, of its own" * own
-    )
+    reason = "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+    if any(map(is_parametrized, model.modules())):
+        reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
+    return reason
 
 
 def _obstacles(
@@ -357,18 +356,15 @@ def _obstacles(
             f"inherits forward from {owner.__name__}, and classes that share a forward share one recompile limit and "
             "one guard list; give it a forward of its own",
         )
-    groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
-    for name, module in modules.items():
-        groups[structure(module)][name] = module
     skip = choices_of(modules.values()).union(symbols)
-    for group in groups.values():
+    for group in _by_structure(modules):
         attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:
             if key in skip:
                 continue
             values = [attribute[key] for attribute in attributes if key in attribute and attribute[key].countable]
-            two = any(value.kind == "str" for value in values)  # which choose code where there are no more
-            if len(values) == len(group) > 1 + two and len(set(values)) == len(values):
+            fewest = 3 if any(value.kind == "str" for value in values) else 2  # two strings choose code
+            if len(values) == len(group) >= fewest and len(set(values)) == len(values):
                 yield Obstacle(
                     cls.__name__,
                     f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
@@ -412,13 +408,20 @@ def _differences(
             yield f"{key}: {_abbreviate(list(values))}"
 
 
+def _by_structure(modules: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
+    """Modules by name, those of one structure together."""
+    groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
+    for name, module in modules.items():
+        groups[structure(module)][name] = module
+    return list(groups.values())
+
+
 def _zero_rates(region: Region, modules: Mapping[str, nn.Module], symbols: Lifted) -> Iterator[Obstacle]:
     """Rates that are zero in some modules of a structure only: drop paths, which code in training leaves out then."""
+    groups = _by_structure(modules)
     for name in symbols.floats:
-        rates: dict[Hashable, dict[str, float]] = defaultdict(dict)
-        for path, module in modules.items():
-            rates[structure(module)][path] = number_at(module, name)
-        mixed = [each for each in rates.values() if 0.0 in each.values() and len(set(each.values())) > 1]
+        rates = [{path: number_at(module, name) for path, module in group.items()} for group in groups]
+        mixed = [each for each in rates if 0.0 in each.values() and len(set(each.values())) > 1]
         zero = [path for each in mixed for path, rate in each.items() if rate == 0.0]
         if mixed:
             yield Obstacle(

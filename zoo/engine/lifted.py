@@ -110,25 +110,27 @@ class Lifted:
 def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
     """The numbers that differ between blocks of one class and structure.
 
-    An int counts if no two blocks share it, or if it has more than two values: a choice of two, also by
-    blocks of other structures, is a choice of code.
+    An int counts if no two blocks share it, or if it has more than two values. An int that has two values in more than
+    two blocks of the class, of whatever structure, chooses code.
     """
     numbers: dict[Any, dict[str, list[int | float]]] = defaultdict(lambda: defaultdict(list))
+    everywhere: dict[str, list[int | float]] = defaultdict(list)
     for module in modules:
         built = numbers[structure(module)]
         for prefix, child in module.named_modules():
             for name, value in vars(child).items():
                 if type(value) in (int, float):
-                    built[f"{prefix}.{name}" if prefix else name].append(value)
+                    path = f"{prefix}.{name}" if prefix else name
+                    built[path].append(value)
+                    everywhere[path].append(value)
+    of_two = {name for name, values in everywhere.items() if len(set(values)) == 2 < len(values)}
     found = Lifted()
     for built in numbers.values():
         for name, values in built.items():
             kinds, distinct = set(map(type, values)), len(set(values))
-            everywhere = [value for other in numbers.values() for value in other.get(name, ())]
-            of_two = len(set(everywhere)) == 2 < len(everywhere)
             if kinds == {float} and distinct > 1 and name not in found.floats:
                 found.floats += (name,)
-            elif kinds == {int} and not of_two and (distinct > 2 or distinct == len(values) > 1):
+            elif kinds == {int} and name not in of_two and (distinct > 2 or distinct == len(values) > 1):
                 found.items = max(found.items, int(max(values)) + 1)
                 if name not in found.ints:
                     found.ints += (name,)
