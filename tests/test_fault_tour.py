@@ -403,7 +403,11 @@ def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"), "device-busy", "wait for it"),
+        (
+            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+            "device-busy",
+            "CUDA_VISIBLE_DEVICES",
+        ),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "device-busy", "wait for it"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "out-of-memory", "out of memory"),
         (MemoryError(), "out-of-memory", "MemoryError"),
@@ -450,9 +454,12 @@ def test_a_busy_gpu_is_one_line_before_anything_is_measured(
 # The software
 
 
+NEEDS = "zoo needs torch 2.11 or newer, this is torch"
+
+
 @pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cu128", "1.13.1", "2.1.0a0+git123"])
 def test_an_old_torch_is_refused_in_one_line(version: str) -> None:
-    said = f"zoo needs torch 2.11 or newer, this is torch {version}; pip install --upgrade torch"
+    said = f"{NEEDS} {version}; pip install --upgrade torch"
     with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
         refuse_old_torch(version)
     for new in ("2.11.0", "2.11.0a0+nightly", "2.15.0+cu132", "3.0.0", torch.__version__):
@@ -478,7 +485,7 @@ for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--dev
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     ways = [line.split(" ", 2) for line in done.stdout.splitlines()]
     assert [way[:2] for way in ways] == [["zoo", "1"], ["benchmarks.run", "2"]], done
-    assert all("zoo needs torch 2.11 or newer, this is torch 2.9.1" in way[2] for way in ways)
+    assert all(f"{NEEDS} 2.9.1; pip install --upgrade torch" in way[2] for way in ways)
 
 
 def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
