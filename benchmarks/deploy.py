@@ -12,10 +12,11 @@ import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -27,9 +28,10 @@ import typer
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.machine import ROOT, cache_environment, row
 from benchmarks.plan import Case
-from benchmarks.record import Store
+from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
+from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.selection import UPSTREAM
-from benchmarks.starts import ARTIFACTS, EMPTY, FILLED, Process, Saved, Start
+from benchmarks.report.tables import markdown
 
 # (implementation, strategy, CUDA graph, source, measured if nothing is said). The first one saves.
 ARMS = (
@@ -44,6 +46,8 @@ ARMS = (
     ("upstream", "full", False, EMPTY, False),
     ("upstream", "full", False, FILLED, False),
 )
+HEAD = ("process", "imports", "context", "model", "load", "first call", "capture", "total", "call", "host")
+PHASES = (("python", "torch", "library"), ("context",), ("model",), ("load",), ("first call",), ("capture",))
 
 
 def main(
@@ -168,6 +172,67 @@ class Processes:
             return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:600]
         told: dict[str, Any] = json.loads(done.stdout)
         return told
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def tables(wanted: Mapping[str, str], rows: Rows) -> str:
+    """A table for each model and input that the options of a marker name; empty if there are no such rows."""
+    found: dict[tuple[str, ...], list[Start]] = {}
+    for start in rows.starts:
+        environment = rows.environment(start)
+        where = {"gpu": device_name(environment, start.case.device), "torch": str(environment.get("torch"))}
+        said = {**start.case.to_json(), **where}
+        if all(str(said[key]) in value.split(",") for key, value in wanted.items()):
+            found.setdefault((*start.case.race, *where.values()), []).append(start)
+    return "\n\n".join(_table(starts, rows) for starts in found.values())
+
+
+def _table(starts: Sequence[Start], rows: Rows) -> str:
+    """One model's: medians of the processes; below, what was loaded, compiled and equal, and the command."""
+    case, environment = starts[0].case, rows.environment(starts[0])
+    torch, commit = environment.get("torch"), str(environment.get("commit"))[:10]
+    title = f"**{case.model}, {case.input}, {case.dtype}**"
+    origin = f"{device_name(environment, case.device)}, torch {torch}, commit {commit}. Measure it again:"
+    body = markdown(HEAD, [_row(start) for start in starts if start.processes])
+    notes = f"Medians of {max(len(each.processes) for each in starts)} processes. {' '.join(_notes(starts))} {origin}"
+    return "\n\n".join([title, body, notes, f"```sh\n{starts[0].command}\n```"])
+
+
+def _row(start: Start) -> list[str]:
+    def seconds(phases: Sequence[str]) -> str:
+        of_each = [sum(each.seconds.get(name, 0.0) for name in phases) for each in start.processes]
+        known = any(name in start.processes[0].seconds for name in phases)
+        return f"{statistics.median(of_each):.2f} s" if known else "–"
+
+    totals = sorted(each.total for each in start.processes)
+    spread = f" ({totals[0]:.2f} to {totals[-1]:.2f})" if len(totals) > 1 else ""
+    host = [each.host_ms for each in start.processes if each.host_ms is not None]
+    call = significant(statistics.median(each.call_ms for each in start.processes))
+    shown = [start.arm, *map(seconds, PHASES), f"{start.total:.2f} s{spread}", f"{call} ms"]
+    return [*shown, f"{significant(statistics.median(host))} ms" if host else "–"]
+
+
+def _notes(starts: Sequence[Start]) -> list[str]:
+    notes = [f"{start.arm}: {start.reason}." for start in starts if start.reason]
+    saver = next((start for start in starts if start.saved and start.processes), None)
+    if saver is None or saver.saved is None:
+        return notes
+    kinds = [f"{saver.saved.kinds.count(kind)} {kind}" for kind in sorted(set(saver.saved.kinds))]
+    notes.append(f"The folder of artifacts has {mebibytes(saver.saved.bytes)} MiB: {', '.join(kinds) or 'no graph'}.")
+    if saver.saved.skipped:
+        notes.append(f"Not saved: {'; '.join(saver.saved.skipped)}.")
+    loaded = [each for start in starts if start.source == ARTIFACTS for each in start.processes]
+    if loaded:
+        most = {name: max(each.compiled[name] for each in loaded) for name in loaded[0].compiled}
+        compiled = ", ".join(f"{count} {name}" for name, count in most.items() if count)
+        equal = {each.output for each in loaded} == {saver.processes[0].output}
+        notes += [
+            f"Processes with artifacts {f'compiled: {compiled}' if compiled else 'traced and compiled nothing'}.",
+            f"Their outputs are {'' if equal else 'not '}bit-equal to those of the process that saved.",
+        ]
+    return notes
 
 
 if __name__ == "__main__":

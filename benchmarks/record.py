@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,8 +16,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from benchmarks.cli import UsageError
 from benchmarks.plan import Case
-from benchmarks.starts import Start
-from benchmarks.starts import read as read_start
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"  # committed rows
@@ -26,6 +25,11 @@ EXTRA = "extra"
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
 # The first words of a recompile's reason, where it happened while the arm raced.
 IN_RACE = "during the race: "
+
+# Where a new process has compiled code from. Empty caches are new folders for each process.
+EMPTY, FILLED, ARTIFACTS = "empty caches", "filled caches", "artifacts"
+# The phase of a start that its total leaves out.
+HARNESS = "harness"
 
 Row = Mapping[str, Any]
 
@@ -165,7 +169,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The row as plain values, for ``Store.append``. ValueError on a number that JSON does not have, named."""
-        return {"kind": "result", "schema": SCHEMA, **asdict(_validated(asdict(self)))}
+        return {"kind": "result", "schema": SCHEMA, **asdict(_validated(Result, asdict(self)))}
 
     @classmethod
     def from_json(cls, row: Row) -> Result:
@@ -179,17 +183,76 @@ class Result:
                 f"the row has schema {row.get('schema')!r}, this code reads {SCHEMA}; "
                 "measure it again, or use the commit that wrote it"
             )
-        return _validated({name: value for name, value in row.items() if name not in ("kind", "schema")})
+        return _validated(Result, row)
+
+
+@dataclass(kw_only=True)
+class Process:
+    """One new process from its start to its first result.
+
+    ``seconds`` by phase: ``python``, ``torch`` and ``library`` (imports), ``context``, ``model`` (read with its inputs
+    from a file), ``load`` (of artifacts), ``first call``, ``capture``; and the ``harness``' own imports, which are in
+    no total. ``compiled``: ``files`` that compilers wrote, ``graphs`` by Dynamo, ``misses`` of Inductor's caches.
+    """
+
+    seconds: Mapping[str, float]
+    compiled: Mapping[str, int]
+    call_ms: float  # of a call afterwards, on the device where there is one
+    host_ms: float | None
+    output: str  # a hash
+
+    @property
+    def total(self) -> float:
+        """Seconds from the process' start to its first result; with a CUDA graph to that of a replay."""
+        return sum(seconds for name, seconds in self.seconds.items() if name != HARNESS)
+
+
+@dataclass(kw_only=True)
+class Saved:
+    """A folder of artifacts: its size, the kind of each graph in it, and why others were left out."""
+
+    bytes: int
+    kinds: list[str]
+    skipped: list[str]
+
+
+@with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
+@dataclass(kw_only=True)
+class Start:
+    """The new processes of one arm; ``reason`` says why one failed. ``saved`` is what the first arm wrote."""
+
+    case: Case
+    source: str
+    processes: list[Process] = field(default_factory=list)
+    saved: Saved | None = None
+    reason: str | None = None
+    command: str | None = None
+    environment: str | None = None
+
+    @property
+    def arm(self) -> str:
+        """The arm's name, as ``zoo regional, artifacts``."""
+        return f"{self.case.arm}, {self.source}"
+
+    @property
+    def total(self) -> float:
+        """The median of the processes' totals."""
+        return statistics.median(each.total for each in self.processes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain values, for ``Store.append``."""
+        return {"kind": "start", **asdict(self)}
 
 
 @functools.cache
-def _adapter() -> TypeAdapter[Result]:
-    return TypeAdapter(Result)
+def _adapter(of: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(of)
 
 
-def _validated(values: Row) -> Result:
+def _validated(of: Any, row: Row) -> Any:
+    values = {name: value for name, value in row.items() if name not in ("kind", "schema")}
     try:
-        return _adapter().validate_python(values)
+        return _adapter(of).validate_python(values)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'the row'}: {each['msg']}" for each in error.errors())
         newer = any(each["type"] == "unexpected_keyword_argument" for each in error.errors())
@@ -301,7 +364,7 @@ class Store:
 
     def starts(self) -> list[Start]:
         """Rows of starts, the newest of each arm."""
-        found = [read_start(row) for row in self.rows() if row.get("kind") == "start"]
+        found = [_validated(Start, row) for row in self.rows() if row.get("kind") == "start"]
         return list({(each.case.key, each.source): each for each in found}.values())
 
     def environments(self) -> dict[str, dict[str, Any]]:

@@ -10,9 +10,8 @@ import pytest
 from benchmarks import deploy
 from benchmarks.cli import run_command
 from benchmarks.plan import Case
-from benchmarks.record import Rows, load
+from benchmarks.record import ARTIFACTS, EMPTY, Process, Rows, Saved, Start, load
 from benchmarks.report.docs import Spec, make_table
-from benchmarks.starts import ARTIFACTS, EMPTY, Process, Saved, Start
 from tests.rows import ENVIRONMENTS
 from tests.runs import FAKE, LIGHT
 

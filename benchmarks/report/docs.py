@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import claims
+from benchmarks import claims, deploy
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
-from benchmarks.report import cells, front, starts, tables
+from benchmarks.report import cells, front, tables
 from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
 from benchmarks.report.selection import SELECTING, commands_of, machines, option, select
 
@@ -187,7 +187,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
         return _headline(spec, races_of(rows))
     if spec.kind == "startup":
         _refuse_options(spec, SELECTING)
-        return starts.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
+        return deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
     if spec.kind == "arms":
         _refuse_options(spec, ("extra",))
         shown = _races(spec, rows)
