@@ -17,8 +17,18 @@ from typing import Any
 from benchmarks.record import Result, Rows
 from benchmarks.report import cells, tables
 from benchmarks.report.cells import significant
-from benchmarks.report.model import EPSILON, MeasuredArm, MeasuredRace, extra_races, races_of
-from benchmarks.report.selection import commands_of, machines, newest, option, torch_version
+from benchmarks.report.model import (
+    EPSILON,
+    MeasuredArm,
+    MeasuredRace,
+    commands_of,
+    extra_races,
+    machines,
+    newest,
+    option,
+    races_of,
+    torch_version,
+)
 
 AROUND = 1.1  # a claim that names one number stands for the numbers around it, a tenth of it either way
 NOT_MEASURED, UNTOLD = "not measured yet", "cannot be told"

@@ -30,7 +30,7 @@ from benchmarks.machine import ROOT, cache_environment, row
 from benchmarks.plan import Case
 from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
-from benchmarks.report.selection import UPSTREAM
+from benchmarks.report.model import UPSTREAM
 from benchmarks.report.tables import markdown
 
 # (implementation, strategy, CUDA graph, source, measured if nothing is said). The first one saves.

@@ -57,6 +57,12 @@ class Compile:
     cache_misses: int | None = None
     cache_bypasses: int | None = None
 
+    @property
+    def paid(self) -> float | None:
+        """Seconds before the first fast call, compilation and capture; None where neither was measured."""
+        known = [seconds for seconds in (self.seconds, self.capture) if seconds is not None]
+        return sum(known) if known else None
+
 
 @dataclass(kw_only=True)
 class Steady:

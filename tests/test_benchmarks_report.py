@@ -12,8 +12,7 @@ import pytest
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, html, tables
 from benchmarks.report.__main__ import main
-from benchmarks.report.model import races
-from benchmarks.report.selection import by_family, commands_of
+from benchmarks.report.model import by_family, commands_of, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled, write
 from tests.rows import shown as shown_race
 

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from benchmarks.plan import arms_of
+from benchmarks.plan import merged as merged_commands
 from benchmarks.record import Kernel, Result, Rows, Steady
-from benchmarks.report import cells, docs, selection, tables, terminal
+from benchmarks.report import cells, docs, tables, terminal
 from benchmarks.report.docs import Spec, make_table, make_value
-from benchmarks.report.model import MeasuredArm, MeasuredRace, is_shipped, is_tuned, races
+from benchmarks.report.model import MeasuredArm, MeasuredRace, commands_of, is_shipped, is_tuned, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row
 from tests.rows import shown as shown_race
 
@@ -318,11 +319,11 @@ FULL, REGIONAL = (f"{RUN} --strategy {s} --dynamic --arm 'zoo {s} dynamic' --rou
 )
 def test_commands_that_differ_in_lists_alone_become_one(given: list[str], merged: list[str]) -> None:
     whole = [line if line.startswith(RUN) else f"{RUN} {line}" for line in given]
-    assert selection.merged([*whole, "make bench"]) == [*(f"{RUN} {line}" for line in merged), "make bench"]
+    assert merged_commands([*whole, "make bench"]) == [*(f"{RUN} {line}" for line in merged), "make bench"]
 
 
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:
-    (command,) = selection.commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
+    (command,) = commands_of(races([*race(), *race(model="gat")], ENVIRONMENTS))
     said = command.split()
     impls, strategies, modes = (said[said.index(key) + 1].split(",") for key in ("--impl", "--strategy", "--mode"))
     arms = arms_of(row().case, impls=impls, strategies=strategies, modes=modes)  # what benchmarks.run makes of them

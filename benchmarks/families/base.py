@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plan import Case, refusal
 from benchmarks.timing import synchronise
+from zoo.engine.compat import compile_limit_kwargs
 
 # Estimated memory of a process itself: its CUDA context, the libraries' work space, the compiler's buffers.
 PROCESS_BYTES = 1 << 30
@@ -121,6 +123,10 @@ class Prepared:
     count: int | None = None
     unit: str | None = None
     training: Training | None = None
+
+    def for_training(self, **changes: Any) -> Prepared:
+        """What inference prepared, made ready for training, with these fields changed."""
+        return replace(self, model=self.model.requires_grad_(True).train(), inputs={}, static=(), **changes)
 
 
 class Workload:
@@ -256,19 +262,38 @@ def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
     return _PARAMETERS[key]
 
 
-def accelerated(model: nn.Module, *, raised_limit: bool, **options: Any) -> nn.Module:
+def upstream_regions(case: Case, compile: Callable[..., Any]) -> Callable[..., Any] | None:
+    """``Prepared.compile_regions`` of a library's model by ``compile``; None for the zoo's.
+
+    Tuned, it may have more graphs of a layer than the eight after which a layer silently stays eager.
+    """
+    if case.impl == "zoo":
+        return None
+    return lambda model, **options: compile(
+        model, **options, **(compile_limit_kwargs() if case.impl == "upstream-tuned" else {})
+    )
+
+
+def accelerated(model: nn.Module, **options: Any) -> nn.Module:
     """Regional compilation by the helper that transformers' users have, accelerate's ``compile_regions``.
 
-    Layers share a graph; what stands before and behind them is compiled too, module by module. ``raised_limit`` allows
-    more graphs of a layer than the eight after which it silently stays eager: where each layer reads its own index of
-    a cache it is a graph of its own.
+    Layers share a graph, unless each reads its own index of a cache; what stands before and behind them is compiled
+    too, module by module.
     """
     from accelerate.utils import compile_regions
 
-    from zoo.engine.compat import compile_limit_kwargs
-
-    compiled: nn.Module = compile_regions(model, **options, **(compile_limit_kwargs() if raised_limit else {}))
+    compiled: nn.Module = compile_regions(model, **options)
     return compiled
+
+
+def accelerated_inside(step: Any, **options: Any) -> None:
+    """The same of the model in a step."""
+    step.model = accelerated(step.model, **options)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """What a model of transformers, or a layer, calls its cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def tensors(values: Any) -> list[Tensor]:

@@ -5,8 +5,6 @@ Shapes: B rows, T tokens of the longest, C width.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +18,12 @@ from benchmarks.families.base import (
     Training,
     Workload,
     accelerated,
+    accelerated_inside,
     autocast_of,
     dtype_of,
     parameters_of,
     timed,
+    upstream_regions,
     zoo_model,
 )
 from benchmarks.plan import Case
@@ -115,9 +115,6 @@ class BertWorkload(Workload):
             if given.skewed:
                 inputs["attention_mask"] = host_mask.to(device)
 
-        def compile_layers(step: Any, **options: Any) -> None:
-            step.model = accelerated(step.model, raised_limit=case.impl == "upstream-tuned", **options)
-
         def reference() -> Tensor:
             mask = host_mask.to(device) if given.skewed else None
             return bert_arms.reference_output(config, weights, host_ids.to(device), mask)
@@ -126,7 +123,7 @@ class BertWorkload(Workload):
         return Prepared(
             model=model.eval(),
             inputs=inputs,
-            compile_regions=None if case.impl == "zoo" else compile_layers,
+            compile_regions=upstream_regions(case, accelerated_inside),
             reference=reference,
             bytes=bert_arms.bytes_moved(config, given, dtype.itemsize),
             bytes_formula=bert_arms.BYTES_FORMULA,
@@ -185,13 +182,10 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
     batches = bert_arms.Batches(case.impl, config, asked, device, seed=seed)
 
     model: nn.Module
-    compile_layers: Callable[..., nn.Module] | None = None
     if case.impl == "zoo":
         model, loss = zoo_model(Bert, config, weights, placements(config)), zoo_loss
     else:
         model, loss = bert_arms.build(config, weights), upstream_loss
-        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
-
     training = Training(
         loss=loss,
         batch=batches.checked,
@@ -212,7 +206,7 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
     return Prepared(
         model=model.requires_grad_(True).train(),
         inputs={},
-        compile_regions=compile_layers,
+        compile_regions=upstream_regions(case, accelerated),
         dynamic=False if asked.kind == "epoch-static" else None,
         reference=reference,
         bytes=bert_arms.training_bytes(config, dtype_of(case).itemsize),

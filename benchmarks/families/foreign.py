@@ -8,7 +8,6 @@ Shapes: B rows, N prompts, T tokens, V words.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,7 +18,16 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import foreign
-from benchmarks.families.base import Prepared, Workload, accelerated, converted, count_flops, count_parameters, dtype_of
+from benchmarks.families.base import (
+    Prepared,
+    Workload,
+    accelerated,
+    cache_argument,
+    converted,
+    count_flops,
+    count_parameters,
+    dtype_of,
+)
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from zoo.engine.compat import compile_limit_kwargs
 
@@ -168,10 +176,9 @@ def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
     """The model compiled by the zoo, or as its library's users do: torchvision has no helper for it."""
     if case.impl == "zoo":
         return zoo.compile_regions(model, **options)
-    raised = case.impl == "upstream-tuned"
+    options |= compile_limit_kwargs() if case.impl == "upstream-tuned" else {}
     if type(model).__module__.startswith("transformers."):
-        return accelerated(model, raised_limit=raised, **options)
-    options |= compile_limit_kwargs() if raised else {}
+        return accelerated(model, **options)
     if hasattr(model, "compile_repeated_blocks"):
         model.compile_repeated_blocks(**options)
     for block in [each for each in model.modules() if type(each).__name__ == "CNBlock"]:
@@ -212,11 +219,8 @@ class Generation(Call):
         if static:
             from transformers import StaticCache
 
-            # Its name changed within transformers 5.
-            self.name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-            self.kept = self.how[self.name] = StaticCache(
-                config=model.config, max_cache_len=self.prompt + text.shape[1]
-            )
+            self.name, slots = cache_argument(model), self.prompt + text.shape[1]
+            self.kept = self.how[self.name] = StaticCache(config=model.config, max_cache_len=slots)
 
     def forward(self, **inputs: Any) -> Tensor:
         """``input_ids`` [1, T] -> logits [1, V]."""

@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
@@ -215,11 +214,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
         shipped = gnn_arms.build(arch, seed=seed).to(x.device)
         return reference_losses(shipped, training_of(graph, x, {"edge_index": graph.edge_index}, seed=seed))
 
-    return replace(
-        prepared,
-        model=prepared.model.train(),
-        inputs={},
-        static=(),
+    return prepared.for_training(
         reference=reference,
         bytes=2 * prepared.bytes,
         bytes_formula=TRAINING_BYTES_FORMULA,
@@ -273,11 +268,7 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
 
     usual = sampler.buckets[0]
     gathered = 2 * usual.nodes * x.shape[1] * x.element_size()
-    return replace(
-        prepared,
-        model=prepared.model.train(),
-        inputs={},
-        static=(),
+    return prepared.for_training(
         reference=reference,
         bytes=2 * gnn_arms.bytes_moved(arch, usual.layers, dtype_of(case).itemsize) + gathered,
         bytes_formula=SAMPLED_BYTES_FORMULA,

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.families import llm_arms
-from benchmarks.families.base import Prepared, SeededWeights, Training, Workload, accelerated, dtype_of, zoo_model
+from benchmarks.families.base import (
+    Prepared,
+    SeededWeights,
+    Training,
+    Workload,
+    accelerated,
+    accelerated_inside,
+    dtype_of,
+    upstream_regions,
+    zoo_model,
+)
 from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
 from benchmarks.training import reference_losses
@@ -122,9 +132,6 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     past = functools.partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
     step = _step(case, config, task, weights, tokens, past)
 
-    def compile_layers(step: Any, **options: Any) -> None:
-        step.model = accelerated(step.model, raised_limit=case.impl == "upstream-tuned", **options)
-
     def reference() -> Tensor:
         cached = past if task.kind == "decode" else None
         return llm_arms.reference_output(config, weights, task, tokens, cached)
@@ -132,7 +139,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     return Prepared(
         model=step.eval(),
         inputs={} if task.kind == "decode" else {"input_ids": tokens},
-        compile_regions=None if case.impl == "zoo" else compile_layers,
+        compile_regions=upstream_regions(case, accelerated_inside),
         reset=step.reset,
         reference=reference,
         reference_dtype="float32",
@@ -156,19 +163,15 @@ def _step(
     case: Case, config: LLMConfig, task: Task, weights: SeededWeights, tokens: Tensor, past: llm_arms.Past
 ) -> llm_arms.Step:
     """The module whose call is measured, with the case's model in it."""
+    assert task.kind is not None, "an input of inference"
+    held = past if task.kind == "decode" else None
     if case.impl == "zoo":
         model = zoo_model(LLM, config, weights, placements(config))
-        if task.kind == "decode":
-            return llm_arms.ZooDecode(model, task, tokens, past)
-        return (llm_arms.ZooAnswer if task.kind == "answer" else llm_arms.ZooPrefill)(model, task, tokens)
+        return llm_arms.ZOO[task.kind](model, task, tokens, held)
     theirs = llm_arms.build(config, weights)
-    if task.kind == "decode":
-        return llm_arms.UpstreamDecode(theirs, task, tokens, past)
-    if task.kind == "answer":
-        return llm_arms.UpstreamAnswer(theirs, task, tokens)
-    if case.impl == "upstream-tuned":
+    if case.impl == "upstream-tuned" and task.kind == "prefill":
         llm_arms.without_mask(theirs)
-    return llm_arms.UpstreamPrefill(theirs, task, tokens)
+    return llm_arms.UPSTREAM[task.kind](theirs, task, tokens, held)
 
 
 def _data(case: Case, task: Task) -> str:
@@ -197,7 +200,6 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     model: nn.Module
     loss_module: LinearCrossEntropy | None = None
-    compile_layers: Callable[..., nn.Module] | None = None
     after_compile: Callable[[nn.Module], Any] | None = None
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
@@ -210,7 +212,6 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
             checkpoint_upstream(model)
         if case.impl == "upstream-tuned":
             llm_arms.without_mask(model)
-        compile_layers = functools.partial(accelerated, raised_limit=case.impl == "upstream-tuned")
 
     learning_rate = _RATE_TIMES_WIDTH / config.hidden_size
     checked = 6 if rows.length <= _LONG else 2
@@ -227,7 +228,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     return Prepared(
         model=model.train(),
         inputs={},
-        compile_regions=compile_layers,
+        compile_regions=upstream_regions(case, accelerated),
         reference=reference,
         reference_dtype="float32",
         # Weight, gradient and two moments: three reads of the weight, gradient written and read, all updated.

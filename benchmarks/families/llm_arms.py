@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width 
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families.base import draw, parameters_of
+from benchmarks.families.base import cache_argument, draw, parameters_of
 from zoo.llm import LLM, LLMConfig
 from zoo.llm.convert import upstream_config
 from zoo.llm.generate import DecodeState, accept
@@ -102,18 +101,21 @@ def task_of(name: str) -> Task:
 
 
 class Step(nn.Module):
-    """What both libraries' steps share: the tokens that are fed next, and where they go."""
+    """What both libraries' steps share: the tokens that are fed next, where they go, and what lies in the cache."""
 
     tokens: Tensor
     positions: Tensor
+    last: Tensor
 
-    def __init__(self, task: Task, tokens: Tensor) -> None:
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None) -> None:
         super().__init__()
-        self.task = task
+        self.model, self.task, self.past = model, task, past
         self.stride = task.stride  # a search, which a compiler cannot trace
         self.first_tokens = tokens[:, -1:].cpu()
         self.hold("tokens", torch.empty_like(tokens[:, -1:]))
         self.hold("positions", torch.empty_like(self.tokens))
+        self.hold("last", torch.full_like(self.tokens, task.length))  # position of an answer's token
+        self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values of the cache
 
     def hold(self, name: str, tensor: Tensor) -> None:
         """Make a tensor part of the step, in memory that never moves."""
@@ -121,9 +123,13 @@ class Step(nn.Module):
         torch._dynamo.mark_static_address(tensor)
 
     def reset(self) -> None:
-        """Make the next call the first one again."""
+        """Make the next call the first one again, and the cache what it was."""
         self.tokens.copy_(self.first_tokens)
         self.positions.fill_(self.task.first)
+        for index, layer in enumerate(self.layers):
+            if self.past is not None:
+                for held, drawn in zip(layer, self.past(index), strict=True):
+                    held.copy_(drawn)
 
     def move_on(self, by: int) -> None:
         """Move on within the upper half of the cache."""
@@ -137,9 +143,8 @@ class ZooStep(Step):
 
     regions = LLM.regions
 
-    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
-        super().__init__(task, tokens)
-        self.model = model
+    def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past | None = None) -> None:
+        super().__init__(model, task, tokens, past)
         self.state = DecodeState(task.batch, 1, tokens.device)
         self.state.tokens, self.state.positions = self.tokens, self.positions
         for name in ("finished", "step", "output", "ends", "pad"):
@@ -147,32 +152,23 @@ class ZooStep(Step):
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
+        self.layers = [(layer[0], layer[1]) for layer in self.cache.layers]
+        self.reset()
 
-    def accept(self, logits: Tensor) -> None:
-        """Take the most likely tokens of logits [B, V] as the next, and move on by one."""
+    def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits [B, V] after ids [B, T], the most likely of which are the next tokens, a position on."""
+        logits: Tensor = self.model(ids, position_ids=positions, cache=self.cache, logits_to_keep=1)[:, -1]
         accept(self.state, logits, greedy=True)
         self.state.step.zero_()
+        return logits
 
 
 class ZooDecode(ZooStep):
     """A token for each row from the zoo's model over its cache, which holds ``past``."""
 
-    def __init__(self, model: LLM, task: Task, tokens: Tensor, past: Past) -> None:
-        super().__init__(model, task, tokens)
-        self.past = past
-        self.reset()
-
-    def reset(self) -> None:
-        """Make the next call the first one again, and the cache what it was."""
-        super().reset()
-        for index, layer in enumerate(self.cache.layers):
-            for half, drawn in zip(layer, self.past(index), strict=True):
-                half.copy_(drawn)
-
     def forward(self) -> Tensor:
         """Logits [B, V] of the tokens after the ones that were fed."""
-        logits = self.model(self.tokens, position_ids=self.positions, cache=self.cache, logits_to_keep=1)[:, -1]
-        self.accept(logits)
+        logits = self.logits(self.tokens, self.positions)
         self.move_on(self.stride - 1)
         return logits
 
@@ -180,125 +176,87 @@ class ZooDecode(ZooStep):
 class ZooPrefill(ZooStep):
     """A prompt through the zoo's model into its cache."""
 
-    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
-        super().__init__(model, task, tokens)
-        self.reset()
-
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt [B, T]."""
-        logits = self.model(input_ids, cache=self.cache, logits_to_keep=1)[:, -1]
-        self.accept(logits)
-        return logits
+        return self.logits(input_ids)
 
 
-class ZooAnswer(ZooPrefill):
+class ZooAnswer(ZooStep):
     """A prompt through the zoo's model into its cache, and one token more from there."""
-
-    last: Tensor
-
-    def __init__(self, model: LLM, task: Task, tokens: Tensor) -> None:
-        super().__init__(model, task, tokens)
-        self.hold("last", torch.full_like(self.positions, task.length))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
-        super().forward(input_ids[:, :-1])
+        self.logits(input_ids[:, :-1])
         # Not the token that was chosen, which may be another in another dtype.
-        logits = self.model(input_ids[:, -1:], position_ids=self.last, cache=self.cache, logits_to_keep=1)[:, -1]
-        self.accept(logits)
+        return self.logits(input_ids[:, -1:], self.last)
+
+
+class UpstreamStep(Step):
+    """The most likely tokens of transformers' model, with its ``StaticCache`` but for a prompt alone."""
+
+    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None = None) -> None:
+        super().__init__(model, task, tokens, past)
+        self.held: dict[str, Any] = {"use_cache": False, "logits_to_keep": 1}
+        if task.kind != "prefill":
+            from transformers import StaticCache
+
+            config: Any = model.config
+            self.cache: Any = StaticCache(config=config, max_cache_len=task.slots)
+            dtype, device = next(model.parameters()).dtype, tokens.device
+            heads, width = config.num_key_value_heads, config.head_dim
+            self.cache.early_initialization(task.batch, heads, width, dtype=dtype, device=device)
+            self.held |= {"use_cache": True, cache_argument(model): self.cache}
+            self.layers = [(layer.keys, layer.values) for layer in self.cache.layers]
+            # Each layer of the cache counts its tokens itself.
+            self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
+        self.reset()
+
+    def logits(self, ids: Tensor, **positions: Tensor) -> Tensor:
+        """Logits [B, V] after ids [B, T], the most likely of which are the next tokens."""
+        logits: Tensor = self.model(input_ids=ids, **positions, **self.held).logits[:, -1]
+        self.tokens.copy_(logits.argmax(-1, keepdim=True))
         return logits
 
 
-def cache_argument(model: nn.Module) -> str:
-    """What a model of transformers, or a layer, calls its cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-class _UpstreamCached(Step):
-    """Transformers' model with its ``StaticCache``."""
-
-    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
-        super().__init__(task, tokens)
-        from transformers import StaticCache
-
-        config: Any = model.config
-        self.model = model
-        self.cache: Any = StaticCache(config=config, max_cache_len=task.slots)
-        self.cache.early_initialization(
-            batch_size=task.batch,
-            num_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=next(model.parameters()).dtype,
-            device=tokens.device,
-        )
-        self.held = {cache_argument(model): self.cache}
-        # Each layer of the cache counts its tokens itself.
-        self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
-
-
-class UpstreamDecode(_UpstreamCached):
+class UpstreamDecode(UpstreamStep):
     """A token for each row from transformers' model over its ``StaticCache``, which holds ``past``."""
-
-    def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past) -> None:
-        super().__init__(model, task, tokens)
-        self.past = past
-        self.reset()
 
     def reset(self) -> None:
         """Make the next call the first one again, and the cache what it was."""
         super().reset()
-        for index, layer in enumerate(self.cache.layers):
-            for held, drawn in zip((layer.keys, layer.values), self.past(index), strict=True):
-                held.copy_(drawn)
-            layer.cumulative_length.fill_(self.task.first)
+        for length in self.lengths:
+            length.fill_(self.task.first)
 
     def forward(self) -> Tensor:
         """Logits [B, V] of the tokens after the ones that were fed."""
-        output = self.model(
-            input_ids=self.tokens, position_ids=self.positions, **self.held, use_cache=True, logits_to_keep=1
-        )
-        logits: Tensor = output.logits[:, -1]
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
+        logits = self.logits(self.tokens, position_ids=self.positions)
         self.move_on(self.stride)
         # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
         return logits
 
 
-class UpstreamAnswer(_UpstreamCached):
+class UpstreamAnswer(UpstreamStep):
     """A prompt through transformers' model into its ``StaticCache``, and one token more from there."""
-
-    last: Tensor
-
-    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
-        super().__init__(model, task, tokens)
-        self.hold("last", torch.full_like(self.positions, task.length))
-        self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
         torch._foreach_zero_(self.lengths)
-        held = {**self.held, "use_cache": True, "logits_to_keep": 1}
-        self.tokens.copy_(self.model(input_ids=input_ids[:, :-1], **held).logits[:, -1].argmax(-1, keepdim=True))
-        logits: Tensor = self.model(input_ids=input_ids[:, -1:], position_ids=self.last, **held).logits[:, -1]
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        return logits
+        self.logits(input_ids[:, :-1])
+        return self.logits(input_ids[:, -1:], position_ids=self.last)
 
 
-class UpstreamPrefill(Step):
+class UpstreamPrefill(UpstreamStep):
     """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest."""
-
-    def __init__(self, model: nn.Module, task: Task, tokens: Tensor) -> None:
-        super().__init__(task, tokens)
-        self.model = model
-        self.reset()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt [B, T]."""
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-        self.tokens.copy_(logits.argmax(-1, keepdim=True))
-        return logits
+        return self.logits(input_ids)
 
+
+# By the kind of a task.
+ZOO = {"decode": ZooDecode, "prefill": ZooPrefill, "answer": ZooAnswer}
+UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamPrefill, "answer": UpstreamAnswer}
 
 # --- transformers' arms: as shipped, at its documented best, and the reference ---
 

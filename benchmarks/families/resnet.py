@@ -6,9 +6,7 @@ Legend: N images, C channels, H × W pixels, K classes.
 from __future__ import annotations
 
 import copy
-import functools
 import re
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +24,11 @@ from benchmarks.families.base import (
     dtype_of,
     parameters_of,
     timed,
+    upstream_regions,
     weights_dtype,
 )
 from benchmarks.plan import Case
 from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
-from zoo.engine.compat import compile_limit_kwargs
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.model import PRESETS
 
@@ -129,9 +127,7 @@ class ResNetWorkload(Workload):
         prepared = Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
-            compile_regions=None
-            if case.impl == "zoo"
-            else functools.partial(compile_blocks, raised_limit=case.impl == "upstream-tuned"),
+            compile_regions=upstream_regions(case, compile_blocks),
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
             reference=lambda: reference_output(shipped(), images),
             bytes=bytes_moved(config, batch, size, dtype.itemsize),
@@ -268,10 +264,8 @@ def freeze_weights() -> None:
     inductor.freezing = True
 
 
-def compile_blocks(model: nn.Module, *, raised_limit: bool, **options: Any) -> None:
+def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Regional compilation as a user of the library does it: each residual block in place."""
-    if raised_limit:
-        options |= compile_limit_kwargs()
     for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
         for block in stage:  # type: ignore[union-attr]
             block.compile(**options)
@@ -323,10 +317,7 @@ def _for_training(
         return reference_losses(shipped, training)
 
     images = batch * config.in_channels * size**2 * itemsize
-    return replace(
-        prepared,
-        model=prepared.model.requires_grad_(True).train(),
-        inputs={},
+    return prepared.for_training(
         reference=reference,
         bytes=3 * bytes_moved(config, batch, size, itemsize) - images + 32 * parameters_of(ResNet, config),
         bytes_formula=TRAINING_BYTES_FORMULA,

@@ -5,10 +5,8 @@ Shape legend: B rows, C channels, H × W pixels, L tokens of the text, D its wid
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from benchmarks.families.base import (
     draw,
     dtype_of,
     timed,
+    upstream_regions,
     weights_dtype,
     zoo_model,
 )
@@ -141,13 +140,10 @@ class UNetWorkload(Workload):
             return prepare_run(case, model.eval(), config, weights, batch, size, preparation=preparation)
         inputs = unet_arms.draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision, training = unet_arms.reference_dtype(config), case.workload == "train"
-        raised = case.impl == "upstream-tuned"
         prepared = Prepared(
             model=model.eval(),
             inputs=inputs,
-            compile_regions=None
-            if case.impl == "zoo"
-            else functools.partial(unet_arms.compile_blocks, raised_limit=raised),
+            compile_regions=upstream_regions(case, unet_arms.compile_blocks),
             reference=lambda: unet_arms.reference_output(config, weights, inputs, precision),
             reference_dtype=str(precision).removeprefix("torch."),
             bytes=unet_arms.bytes_moved(config, batch, size, dtype.itemsize),
@@ -294,14 +290,14 @@ def prepare_run(
     kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
     # The loop declares the regions of its model, so that every strategy finds them.
     loop: Any = type(kind.__name__, (kind,), {"regions": getattr(type(model), "regions", ())})(model, steps, size)
-    tuned, precision = case.impl == "upstream-tuned", unet_arms.reference_dtype(config)
+    precision = unet_arms.reference_dtype(config)
 
     def compile_full(loop: Any, **options: Any) -> None:
         # diffusers' documentation compiles the pipeline's UNet with fullgraph; ours has no break either.
         loop.unet.compile(fullgraph=True, **options)
 
     def compile_blocks(loop: Any, **options: Any) -> None:
-        unet_arms.compile_blocks(loop.unet, raised_limit=tuned, **options)
+        unet_arms.compile_blocks(loop.unet, **options)
 
     @torch.no_grad()
     def reference() -> Tensor:
@@ -315,7 +311,7 @@ def prepare_run(
     return Prepared(
         model=loop.eval(),
         inputs=inputs,
-        compile_regions=None if case.impl == "zoo" else compile_blocks,
+        compile_regions=upstream_regions(case, compile_blocks),
         compile_full=compile_full,
         capture=loop.capture,
         reference=reference,
@@ -418,10 +414,7 @@ def _for_training(
             return reference_losses(theirs, training, precision)
 
     given = batch * (config.in_channels * size**2 + unet_arms.TOKENS * config.cross_attention_dim)
-    return replace(
-        prepared,
-        model=prepared.model.requires_grad_(True).train(),
-        inputs={},
+    return prepared.for_training(
         reference=reference,
         reference_dtype=str(precision).removeprefix("torch."),
         bytes=3 * unet_arms.bytes_moved(config, batch, size, itemsize) - given * itemsize + 32 * parameters,

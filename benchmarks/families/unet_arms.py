@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.families.base import SeededWeights, count_flops, draw, parameters_of
-from zoo.engine.compat import compile_limit_kwargs
 from zoo.unet import UNet, UNetConfig
 from zoo.unet.convert import upstream_config
 
@@ -74,10 +73,8 @@ def fuse_projections(model: Any) -> None:
     model.requires_grad_(False)
 
 
-def compile_blocks(model: Any, *, raised_limit: bool, **options: Any) -> None:
+def compile_blocks(model: Any, **options: Any) -> None:
     """Regional compilation by the library's own helper: transformer blocks, each in place, resnet blocks not."""
-    if raised_limit:
-        options |= compile_limit_kwargs()
     model.compile_repeated_blocks(fullgraph=True, **options)
 
 

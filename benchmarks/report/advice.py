@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks import stats
 from benchmarks.report import cells
-from benchmarks.report.model import MeasuredArm, MeasuredRace
-from benchmarks.report.selection import UPSTREAM, titles
+from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, titles
 from zoo.advise import UNUSABLE, gain, unusable
 
 MOST_NAMES = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.report import cells
+from benchmarks.report import cells, tables
 from benchmarks.report.model import MeasuredArm, MeasuredRace
 
 INK, GREY = "#1b1f24", "#6b7280"
@@ -113,8 +114,38 @@ Points = tuple[tuple[float, float] | None, ...]
 SERIES = (("whole model", "#c75a00"), ("library's own regions", GREY), ("ours", "#0072b2"))
 
 
-def picture(models: Mapping[str, Points], description: str) -> str:
-    """Cold compile seconds against milliseconds a call: a point for each arm, lines that join those of one model."""
+def picture(first: Mapping[str, MeasuredRace | None], drawn: str = "") -> str:
+    """The SVG file of cold compile seconds against milliseconds a call in ``tables.first_races``.
+
+    ``drawn`` itself if it has these figures: another release of matplotlib draws the same ones by other characters.
+    """
+    models = points(first)
+    said = []
+    for name, found in models.items():
+        pairs = zip(SERIES, found, strict=True)
+        arms = [f"{series} {point[0]:.4g} s, {point[1]:.4g} ms" for (series, _), point in pairs if point is not None]
+        said.append(f"{name}: {'; '.join(arms)}")
+    description = ". ".join(said)
+    same = f"<dc:description>{escape(description, quote=False)}</dc:description>" in drawn
+    return drawn if same else _picture(models, description)
+
+
+def points(first: Mapping[str, MeasuredRace | None]) -> dict[str, Points]:
+    """By model, the cold compile seconds and milliseconds a call of each arm of the picture."""
+
+    def point(arm: MeasuredArm | None) -> tuple[float, float] | None:
+        return (arm.cold_seconds, arm.p50) if arm is not None and arm.cold_seconds and arm.p50 else None
+
+    found = {
+        name.partition(",")[0]: tuple(map(point, tables.compiled_arms(race)))
+        for name, race in first.items()
+        if race is not None and name in tables.FIRST
+    }
+    return {name: of_arms for name, of_arms in found.items() if of_arms[-1]}
+
+
+def _picture(models: Mapping[str, Points], description: str) -> str:
+    """A point for each arm, lines that join those of one model."""
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()

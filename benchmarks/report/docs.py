@@ -24,9 +24,18 @@ from pathlib import Path
 from benchmarks import claims, deploy
 from benchmarks.cli import did_you_mean
 from benchmarks.record import Compile, Result, Rows
-from benchmarks.report import cells, front, tables
-from benchmarks.report.model import MeasuredArm, MeasuredRace, extra_races, races_of
-from benchmarks.report.selection import SELECTING, commands_of, machines, option, select
+from benchmarks.report import cells, charts, tables
+from benchmarks.report.model import (
+    SELECTING,
+    MeasuredArm,
+    MeasuredRace,
+    commands_of,
+    extra_races,
+    machines,
+    option,
+    races_of,
+    select,
+)
 
 PICTURE = "compile-and-call.svg"
 MACHINE = ("gpu", "torch")
@@ -139,7 +148,7 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
     """
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
-        return text, front.picture(_front_races(rows), text)
+        return text, charts.picture(_first_races({}, rows), text)
     try:
         return text, rewrite(text, lambda spec: make_table(spec, rows), lambda spec: make_value(spec, rows))
     except ValueError as error:
@@ -181,7 +190,10 @@ def make_table(spec: Spec, rows: Rows) -> str:
         return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), made)  # of the claims' notes
     if spec.kind == "front":
         _refuse_options(spec, MACHINE)
-        return front.table(spec.options, _front_races(rows))
+        first = _first_races(spec.options, rows)
+        on = dict.fromkeys(race.machine for race in first.values() if race is not None)
+        said = f"\n\n{'; '.join(on)}; bfloat16 unless a name says float32." if on else ""
+        return tables.markdown(*tables.front(first)) + said
     if spec.kind in ("headline", "brief"):
         _refuse_options(spec, SELECTING)
         return _headline(spec, races_of(rows))
@@ -221,9 +233,9 @@ def make_table(spec: Spec, rows: Rows) -> str:
     return "\n\n".join([made, " ".join(cells.notes(race)), _origin([race])])
 
 
-def _front_races(rows: Rows) -> tuple[MeasuredRace, ...]:
-    """The families' races, and those that were measured for the first pages."""
-    return *races_of(rows), *(race for race in extra_races(rows) if race.extra == "front")
+def _first_races(options: Mapping[str, str], rows: Rows) -> dict[str, MeasuredRace | None]:
+    """The races of the first pages: of the families, or measured for these pages."""
+    return tables.first_races(options, [*races_of(rows), *(r for r in extra_races(rows) if r.extra == "front")])
 
 
 def _races(spec: Spec, rows: Rows) -> tuple[MeasuredRace, ...]:

@@ -10,8 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import advice, cells, charts, tables
-from benchmarks.report.model import MeasuredRace, races
-from benchmarks.report.selection import by_family, commands_of, machines, titles
+from benchmarks.report.model import MeasuredRace, by_family, commands_of, machines, races, titles
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_OPEN = 3  # races whose details are open from the start

@@ -1,15 +1,16 @@
-"""One race made ready to show: which arm is the reference, which upstream arm is the best, who is how much faster."""
+"""Races made ready to show: reference, upstream's best, who is how much faster; which are shown, in which order."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from benchmarks import stats
-from benchmarks.plan import Case
+from benchmarks.plan import Case, merged
 from benchmarks.record import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
@@ -36,12 +37,6 @@ def is_shipped(case: Case) -> bool:
 def is_tuned(case: Case) -> bool:
     """Whether the arm is the upstream library at its documented best, or with our outer CUDA graph around it."""
     return case.impl.startswith("upstream") and not is_shipped(case) and not case.control
-
-
-def paid_seconds(compile: Compile | None) -> float | None:
-    """Seconds spent before the first fast call, compilation and capture; None where neither was measured."""
-    known = [] if compile is None else [s for s in (compile.seconds, compile.capture) if s is not None]
-    return sum(known) if known else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +73,13 @@ class MeasuredArm:
         """Seconds spent before the first fast call: none by eager; None where it was not measured."""
         if self.is_eager:
             return 0.0
-        return paid_seconds(self.result.cold if caches == "cold" else self.result.warm)
+        compile = self.result.cold if caches == "cold" else self.result.warm
+        return None if compile is None else compile.paid
+
+    @property
+    def cold_seconds(self) -> float | None:
+        """Seconds of cold compilation."""
+        return None if self.result.cold is None else self.result.cold.seconds
 
     @property
     def warm(self) -> Compile | None:
@@ -92,9 +93,7 @@ class MeasuredArm:
     def throughput(self) -> float | None:
         """How many of the race's ``unit`` a second."""
         work = self.result.work
-        if work is None or not work.count or not self.p50:
-            return None
-        return work.count / self.p50 * 1e3
+        return work.count / self.p50 * 1e3 if work is not None and work.count and self.p50 else None
 
     @property
     def host_ms(self) -> float | None:
@@ -174,38 +173,32 @@ class MeasuredRace:
     @property
     def reference(self) -> MeasuredArm | None:
         """Upstream eager if it ran, else the zoo's eager."""
-        for impl in ("upstream", "zoo"):
-            arm = self.find(impl=impl, strategy="eager")
-            if arm is not None and arm.p50 is not None:
-                return arm
-        return None
+        return self._eager("upstream", "zoo")
+
+    def _eager(self, *impls: str) -> MeasuredArm | None:
+        """The eager arm of the first of these implementations whose ran."""
+        arms = (self.find(impl=impl, strategy="eager") for impl in impls)
+        return next((arm for arm in arms if arm is not None and arm.p50 is not None), None)
 
     @property
     def ours(self) -> MeasuredArm | None:
         """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
-        for cuda_graph in (True, False):
-            arm = self.find(impl="zoo", strategy="regional", cuda_graph=cuda_graph)
-            if arm is not None and arm.p50 is not None and not arm.wrong:
-                return arm
-        return None
-
-    @property
-    def fastest(self) -> MeasuredArm | None:
-        """The fastest arm whose output is right."""
-        return self._fastest(self.arms)
-
-    def _fastest(self, arms: Iterable[MeasuredArm]) -> MeasuredArm | None:
-        return next((arm for arm in arms if arm.p50 is not None and not arm.wrong), None)  # arms are sorted by time
+        return _right(self.find(impl="zoo", strategy="regional", cuda_graph=graph) for graph in (True, False))
 
     @property
     def best_shipped(self) -> MeasuredArm | None:
         """The fastest upstream arm as shipped whose output is right."""
-        return self._fastest(arm for arm in self.arms if is_shipped(arm.result.case))
+        return _right(arm for arm in self.arms if is_shipped(arm.result.case))  # arms are sorted by time
 
     @property
     def best_tuned(self) -> MeasuredArm | None:
         """The fastest tuned upstream arm whose output is right."""
-        return self._fastest(arm for arm in self.arms if is_tuned(arm.result.case))
+        return _right(arm for arm in self.arms if is_tuned(arm.result.case))
+
+    @property
+    def best(self) -> MeasuredArm | None:
+        """The fastest upstream arm, as shipped or tuned, whose output is right."""
+        return min(filter(None, (self.best_shipped, self.best_tuned)), key=lambda arm: arm.p50 or 0.0, default=None)
 
     def speedup(self, arm: MeasuredArm, over: MeasuredArm | None) -> Ratio | None:
         """How much faster ``arm`` is than ``over``; paired where one ran in all rounds of the other, in one run."""
@@ -232,20 +225,13 @@ class MeasuredRace:
         assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
         return arm.p50 < over.p50
 
-    def _own_eager(self, arm: MeasuredArm) -> MeasuredArm | None:
-        """What the arm would be without compilation: its implementation's eager, else upstream's."""
-        for impl in (arm.result.case.impl, "upstream"):
-            eager = self.find(impl=impl, strategy="eager")
-            if eager is not None and eager.p50 is not None:
-                return eager
-        return None
-
     def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
-        """Calls until compile and capture seconds are paid back by being faster than the arm's own eager.
+        """Calls until compile and capture seconds are paid back by being faster than its own eager, or upstream's.
 
         Infinite if never, NaN if eager and the arm cannot be told apart, None where one of the figures is missing.
         """
-        paid, eager = paid_seconds(compile), self._own_eager(arm)
+        paid = None if compile is None else compile.paid
+        eager = self._eager(arm.result.case.impl, "upstream")
         if paid is None or eager is None or eager.p50 is None or arm.p50 is None or arm is eager:
             return None
         if self.verdict(arm, eager) == "undetermined":
@@ -281,8 +267,9 @@ class MeasuredRace:
         return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
 
 
-def _eager_error(result: Result) -> float | None:
-    return None if result.check is None else result.check.eager_error
+def _right(arms: Iterable[MeasuredArm | None]) -> MeasuredArm | None:
+    """The first that has a time and whose output is right."""
+    return next((arm for arm in arms if arm is not None and arm.p50 is not None and not arm.wrong), None)
 
 
 def _samples(result: Result, clock: str) -> list[float]:
@@ -361,7 +348,7 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace
     ran = [result for result in results if result.status == "ok"]
     steady = [result.steady for result in ran if result.steady is not None]
     clock: Literal["device", "wall"] = "device" if steady and all(s.device_ms for s in steady) else "wall"
-    known = [_eager_error(result) for result in ran]
+    known = [None if result.check is None else result.check.eager_error for result in ran]
     greatest = max((error for error in known if error is not None), default=None)
     controls = {result.case.key.removesuffix(" (A/A)"): result for result in ran if result.case.control}
     arms = []
@@ -381,3 +368,103 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace
         noise=noise,
         noise_arm=noise_arm,
     )
+
+
+# Which races are shown, in which order, where they ran, and the commands that measure them again ---------------------
+
+SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
+# The model families in the order of their pages, each with the library that it is held against.
+UPSTREAM = {
+    "gnn": "torch-geometric",
+    "llm": "transformers",
+    "bert": "transformers",
+    "resnet": "torchvision",
+    "unet": "diffusers",
+}
+
+
+def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
+    """Races that the options name (commas separate alternatives), of the newest torch on the one device there is.
+
+    Raises:
+        ValueError: If rows of several devices match.
+    """
+    chosen = [race for race in shown if all(option(race, key) in value.split(",") for key, value in wanted.items())]
+    devices = sorted({(option(race, "gpu"), race.case.device) for race in chosen})
+    if len(devices) > 1:
+        names = " and ".join(f"{gpu} ({device})" for gpu, device in devices)
+        raise ValueError(f'there are rows of {names}; add gpu="..." or device=...')
+    return newest(chosen)
+
+
+def newest(shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
+    """Of races that differ in nothing but torch the one of the newest."""
+    found: dict[tuple[str, ...], MeasuredRace] = {}
+    for race in shown:
+        key = (option(race, "gpu"), race.extra, *race.case.race)
+        known = found.get(key)
+        if known is None or torch_version(race) >= torch_version(known):
+            found[key] = race
+    return list(found.values())
+
+
+def option(race: MeasuredRace, key: str) -> str:
+    """What ``key=`` of a marker would have to say to name this race."""
+    if key == "gpu":
+        return device_name(race.environment, race.case.device)
+    if key == "torch":
+        return str(race.environment.get("torch"))
+    return str(getattr(race.case, key))
+
+
+def torch_version(race: MeasuredRace) -> tuple[int, ...]:
+    """What it ran on, so that newer is greater."""
+    return tuple(map(int, re.findall(r"\d+", option(race, "torch").partition("+")[0])))
+
+
+def machines(shown: Iterable[MeasuredRace]) -> str:
+    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine.
+
+    ``NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, commits 0123456789, 123456789a``; empty of no races.
+    """
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for race in shown:
+        environment = race.environment
+        driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+        libraries, commits = found.setdefault(race.machine + driver, ({}, {}))
+        known = environment.get("libraries") or {}
+        libraries |= {f"{n} {known[n]}": None for n in ("triton", UPSTREAM.get(race.case.family)) if n in known}
+        if commit := environment.get("commit"):
+            commits[str(commit)[:10] + (" with changes" if environment.get("dirty") else "")] = None
+    lines = []
+    for machine, (libraries, commits) in found.items():
+        parts = [machine, *libraries]
+        if commits:
+            parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
+        lines.append(", ".join(parts))
+    return "; ".join(lines)
+
+
+def by_family(shown: Iterable[MeasuredRace]) -> dict[str, list[MeasuredRace]]:
+    """Races by family: those with an upstream library as the documentation orders them, then others."""
+    families: dict[str, list[MeasuredRace]] = {}
+    for race in shown:
+        families.setdefault(race.case.family, []).append(race)
+    return {name: families[name] for name in sorted(families, key=_rank)}  # a stable sort
+
+
+def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
+    """The races' titles without what all of them share; the machine stands in them where there are several."""
+    parts = [(*race.case.race[1:], race.machine) for race in shown]
+    differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
+    return {race: " · ".join(of_one[index] for index in differ) for race, of_one in zip(shown, parts, strict=True)}
+
+
+def _rank(name: str) -> int:
+    return list(UPSTREAM).index(name) if name in UPSTREAM else len(UPSTREAM)
+
+
+def commands_of(races: Iterable[MeasuredRace]) -> list[str]:
+    """What measures all arms of these races again, A/A controls and failures included: one command where one can."""
+    results = [result for race in races for result in (*(arm.result for arm in race.arms), *race.failures)]
+    return merged(result.command for result in results if result.command)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Kernel, Work
 from benchmarks.report import cells
 from benchmarks.report.cells import NOTHING, significant, speedup_and_verdict
-from benchmarks.report.model import MeasuredArm, MeasuredRace
+from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, select
 from benchmarks.stats import Ratio
 
 Table = tuple[list[str], list[list[str]]]
@@ -22,6 +23,15 @@ HEADLINE = (
     "cold compile s, upstream full → ours",
 )
 BRIEF = ("model, input", "ms: theirs / ours", "times faster", "cold s: theirs / ours")
+FRONT = ("model, input", "cold s: whole / theirs / ours", "ms a call: theirs / ours", "times faster")
+# A race of each family for the first pages, by model, input and dtype.
+FIRST = {
+    "GCN, arxiv, float32": ("gcn", "arxiv", "float32"),
+    "Llama 3.2 1B, one token": ("llama-3.2-1b", "decode-1x1024", "bfloat16"),
+    "BERT-base, 32 × 128": ("bert-base", "32x128", "bfloat16"),
+    "ResNet-50, 64 images": ("resnet50", "64x224", "bfloat16"),
+    "SD 1.5 UNet, 2 × 64 × 64": ("sd15", "2x64x64", "bfloat16"),
+}
 DECOMPOSITION = ("step", "p50 ms", "over the row above", "over the first row", "kernels")
 KERNELS = ("kernel", "launches a call", "µs a call", "share")
 LOSS_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -209,33 +219,45 @@ def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
     """One race in the columns of ``HEADLINE`` after its name: upstream's best arms beside one of ours."""
     shipped, tuned = race.best_shipped, race.best_tuned
     full = race.find(impl="upstream", strategy="full")
-    before = cells.seconds(full.result.cold if full else None)
+    before = significant(full.cold_seconds if full else None)
     reduced = race.find(impl="upstream", strategy="full", mode="reduce-overhead")
     if full is None and reduced is not None and reduced.result.cold is not None:
-        before = f"{cells.seconds(reduced.result.cold)} (reduce-overhead)"
+        before = f"{significant(reduced.cold_seconds)} (reduce-overhead)"
     return [
         _named(shipped) or _why_not(race, impl="upstream"),
         _named(ours) or _why_not(race, impl="zoo", strategy="regional"),
         speedup_and_verdict(race, ours, shipped) if ours else NOTHING,
         f"{speedup_and_verdict(race, ours, tuned)} ({tuned.name})" if ours and tuned else NOTHING,
-        f"{before} → {cells.seconds(ours.result.cold if ours else None)}",
+        f"{before} → {significant(ours.cold_seconds if ours else None)}",
     ]
 
 
 def brief_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
     """One race in the columns of ``BRIEF`` after its name: upstream's fastest arm, as shipped or tuned, beside ours."""
-    theirs = min(filter(None, (race.best_shipped, race.best_tuned)), key=lambda arm: arm.p50 or 0.0, default=None)
-    ratio = race.speedup(ours, theirs) if ours else None
-    faster = NOTHING if ours is None or ratio is None else cells.times(ratio.value)
-    if ours is not None and cells.verdict(race, ours, theirs) == "undetermined":
-        faster = "undetermined"
-    times = [significant(arm.p50) if arm else NOTHING for arm in (theirs, ours)]
-    colds = [cells.seconds(arm.result.cold if arm else None) for arm in (theirs, ours)]
-    return [
-        " / ".join(times),
-        faster,
-        NOTHING if set(colds) == {NOTHING} else " / ".join(colds),
-    ]
+    arms = (race.best, ours)
+    return [_calls(arms, NOTHING), _times_faster(race, ours, NOTHING), _colds(arms, NOTHING)]
+
+
+def _calls(arms: Iterable[MeasuredArm | None], missing: str) -> str:
+    return _joined([arm.p50 if arm else None for arm in arms], missing)
+
+
+def _colds(arms: Iterable[MeasuredArm | None], missing: str) -> str:
+    return _joined([arm.cold_seconds if arm else None for arm in arms], missing)
+
+
+def _joined(values: Sequence[float | None], missing: str) -> str:
+    if set(values) == {None}:
+        return missing
+    return " / ".join(missing if value is None else significant(value) for value in values)
+
+
+def _times_faster(race: MeasuredRace, ours: MeasuredArm | None, missing: str) -> str:
+    """How many times faster than upstream's best, as shipped or tuned."""
+    ratio = race.speedup(ours, race.best) if ours else None
+    if ours is None or ratio is None:
+        return missing
+    return "undetermined" if race.verdict(ours, race.best) == "undetermined" else cells.times(ratio.value)
 
 
 def _named(arm: MeasuredArm | None) -> str:
@@ -267,6 +289,52 @@ def arms(races: Sequence[MeasuredRace]) -> Table:
         title = f"{race.case.model}, {race.case.input}, {race.case.dtype}"
         rows.append([title, *(found.get(name, NOTHING) for name in names), noise])
     return ["model, input", *names, "A/A noise"], rows
+
+
+# The first pages ------------------------------------------------------------------------------------------------------
+
+
+def first_races(options: Mapping[str, str], shown: Sequence[MeasuredRace]) -> dict[str, MeasuredRace | None]:
+    """The races of ``FIRST`` and, if any race is lost, the one that is lost by most."""
+    wanted = {"workload": "inference", "device": "cuda", "family": ",".join(UPSTREAM), **options}
+    # Races that were measured for the first pages stand in for those of the families' pages.
+    chosen = [race for extra in (False, True) for race in select(wanted, (r for r in shown if bool(r.extra) is extra))]
+    found = {race.case.race: race for race in chosen}.values()
+    by_case = {(race.case.model, race.case.input, race.case.dtype): race for race in found}
+    first = {name: by_case.get(case) for name, case in FIRST.items()}
+
+    def times_faster(race: MeasuredRace) -> float:
+        ratio = race.speedup(race.ours, race.best) if race.ours else None
+        return math.inf if ratio is None else ratio.value
+
+    worst = min(found, key=times_faster, default=None)
+    if worst is not None and times_faster(worst) < 1 and worst not in first.values():
+        first[f"{', '.join((worst.case.model, worst.case.input, worst.case.dtype))}: our worst"] = worst
+    return first
+
+
+def compiled_arms(race: MeasuredRace) -> tuple[MeasuredArm | None, MeasuredArm | None, MeasuredArm | None]:
+    """Upstream's model compiled whole, as shipped, in the mode whose calls are faster; by its own regions; and ours."""
+    modes = (race.find(impl="upstream", strategy="full", mode=mode) for mode in ("default", "reduce-overhead"))
+    whole = [arm for arm in modes if arm is not None and arm.cold_seconds is not None]
+    library = race.find(impl="upstream", strategy="regional")
+    return min(whole, key=lambda arm: arm.p50 or math.inf, default=None), library, race.ours
+
+
+def front(first: Mapping[str, MeasuredRace | None]) -> Table:
+    """What compiling and a call take in the races of the first pages."""
+    missing = "not measured"
+    return list(FRONT), [
+        [name, *[missing] * 3]
+        if race is None
+        else [
+            name,
+            _colds(compiled_arms(race), missing),
+            _calls((race.best, race.ours), missing),
+            _times_faster(race, race.ours, missing),
+        ]
+        for name, race in first.items()
+    ]
 
 
 # Markdown -------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from benchmarks.record import Result
 from benchmarks.report import advice, cells, tables
-from benchmarks.report.model import MeasuredRace, races
-from benchmarks.report.selection import by_family
+from benchmarks.report.model import MeasuredRace, by_family, races
 
 SHORT_HEAD = 10
 NAME_WIDTH = 20  # of the first column; longer names wrap
