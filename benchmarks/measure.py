@@ -248,7 +248,7 @@ def say_where(run: Run, console: Console) -> None:
     console.print(f"\nrows: {', '.join(str(store.path) for store in run.stores())}", markup=False, highlight=False)
     if not run.results()[0]:
         return
-    from benchmarks.report.html import folder_of_reports, write_html
+    from benchmarks.report.show import folder_of_reports, write_html
 
     try:
         path = write_html(load(run.out), folder_of_reports(run.out) / "report.html")

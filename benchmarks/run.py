@@ -198,7 +198,7 @@ def _list(run: Run, console: Console) -> None:
 
 def _conclude(run: Run, console: Console, measured: set[str]) -> int:
     """Print the tables of this run's cases, write the report, say what was gained; 1 if an arm of ours is broken."""
-    from benchmarks.report.terminal import render  # imports libraries that draw, which measuring does not need
+    from benchmarks.report.show import render  # imports libraries that draw, which measuring does not need
 
     results, environments = run.results()
     render(results, environments, console)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.record import Result
-from benchmarks.report import advice, cells, html, tables
+from benchmarks.report import cells, show, tables
 from benchmarks.report.__main__ import main
 from benchmarks.report.model import by_family, commands_of, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled, write
@@ -45,8 +45,8 @@ def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_report_of_committed_rows_does_not_land_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(html, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(html, "ROOT", tmp_path)
+    monkeypatch.setattr(show, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(show, "ROOT", tmp_path)
     write(tmp_path / "results" / "h200" / "rows.jsonl", race())
     assert main([str(tmp_path / "results" / "h200")]) == 0
     assert [path.suffix for path in (tmp_path / "results").rglob("*.*")] == [".jsonl"]
@@ -158,7 +158,7 @@ class Page(HTMLParser):
 
 
 def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]] = ENVIRONMENTS) -> Page:
-    return Page(html.report(results, environments))
+    return Page(show.report(results, environments))
 
 
 # The page
@@ -175,7 +175,7 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     text = page.text
     shown = races(results, ENVIRONMENTS)
     for one in shown:
-        assert one.title in text and advice.lead(one) in text
+        assert one.title in text and show.lead(one) in text
         for arm in one.arms:
             assert cells.name(arm) in text
         for _, lines in (tables.speeds(one), tables.costs(one), tables.compiles(one)):
@@ -191,18 +191,18 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
         assert text.count(step) >= len(shown)
     assert "driver 580.65, triton 3.6.0" in text
     assert page.tags.count("img") == 2 + len(shown)  # speed-ups a family, total time a race
-    gains = [line for chosen in by_family(shown).values() for line in advice.gains(chosen).values()]
+    gains = [line for chosen in by_family(shown).values() for line in show.gains(chosen).values()]
     assert all(line in text for line in gains) and len(gains) == len(shown)
     assert page.tags.count("article") == len(shown)
 
 
 def test_the_page_loads_nothing() -> None:
-    text = html.report(race(), ENVIRONMENTS)
+    text = show.report(race(), ENVIRONMENTS)
     page = Page(text)
     assert page.loads == [] and "link" not in page.tags
     assert page.references == []
     assert "http" not in text and "@import" not in text
-    assert text == html.report(race(), ENVIRONMENTS)  # the same rows make the same file
+    assert text == show.report(race(), ENVIRONMENTS)  # the same rows make the same file
 
 
 def test_what_was_not_measured_is_left_out_and_said() -> None:
@@ -285,11 +285,11 @@ def _three_steps() -> list[Result]:
     ],
 )
 def test_the_lead_says_what_to_use(rows: Callable[[], list[Result]], said: list[str]) -> None:
-    lead = advice.lead(shown_race(rows()))
+    lead = show.lead(shown_race(rows()))
     assert all(words.lower() in lead.lower() for words in said), lead
 
 
 def test_the_lead_leaves_out_an_arm_with_a_wrong_output() -> None:
     results = race({"zoo full": 0.01})
     results[6].check.error = 0.5
-    assert "zoo full" not in advice.lead(shown_race(results))
+    assert "zoo full" not in show.lead(shown_race(results))

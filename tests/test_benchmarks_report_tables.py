@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.plan import arms_of
 from benchmarks.plan import merged as merged_commands
 from benchmarks.record import Kernel, Result, Rows, Steady
-from benchmarks.report import cells, docs, tables, terminal
+from benchmarks.report import cells, docs, show, tables
 from benchmarks.report.docs import Spec, make_table, make_value
 from benchmarks.report.model import MeasuredArm, MeasuredRace, commands_of, is_shipped, is_tuned, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row
@@ -26,7 +26,7 @@ def _arm(shown: MeasuredRace, name: str) -> MeasuredArm:
 def _printed(results: list[Result], width: int) -> str:
     """What the terminal shows, nothing of it cut off or wider than the terminal."""
     console = Console(file=io.StringIO(), width=width)
-    terminal.render(results, ENVIRONMENTS, console)
+    show.render(results, ENVIRONMENTS, console)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     return text

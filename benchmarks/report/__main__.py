@@ -15,9 +15,8 @@ import typer
 
 from benchmarks.cli import UsageError, run_command
 from benchmarks.record import RESULTS, Rows, load
-from benchmarks.report import terminal
 from benchmarks.report.docs import drift, update
-from benchmarks.report.html import folder_of_reports, write_html
+from benchmarks.report.show import folder_of_reports, render, write_html
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +64,7 @@ def _show(paths: list[Path]) -> int:
     rows = load(paths[0])
     if not rows.results:
         raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
-    terminal.render(rows.results, rows.environments)
+    render(rows.results, rows.environments)
     print(f"\nreport: {write_html(rows, folder_of_reports(paths[0]) / 'report.html')}")
     return 0
 

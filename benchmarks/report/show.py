@@ -1,0 +1,266 @@
+"""Rows shown: as tables in the terminal, as one HTML file that opens offline, and in sentences that say what to use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks import stats
+from benchmarks.record import RESULTS, Result, Rows
+from benchmarks.report import cells, charts, tables
+from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
+from zoo.advise import UNUSABLE, gain, unusable
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_OPEN = 3  # races whose details are open from the start
+MOST_DRAWN = 24  # races that have charts of their own; with more, families are folded and their charts the overview
+SHORT_HEAD = 10
+NAME_WIDTH = 20  # of the first column in the terminal; longer names wrap
+STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
+MOST_NAMES = 3
+
+# The terminal. What does not fit side by side stands below ------------------------------------------------------------
+
+
+def render(
+    results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
+) -> None:
+    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each.
+
+    Tables that are wider than the console, by default standard output, are stacked.
+    """
+    console = console or Console()
+    shown = [race for chosen in by_family(races(results, environments)).values() for race in chosen]
+    if not shown:
+        console.print("No rows.")
+    for race in shown:
+        _print_race(race, console)
+    if lines := gains(shown):
+        _say(console, "", "Ours against upstream's best as shipped:", *(f"  {line}" for line in lines.values()))
+
+
+def _say(console: Console, *lines: str, style: str = "") -> None:
+    for line in lines:
+        console.print(Text(line, style=style))
+
+
+def _print_race(race: MeasuredRace, console: Console) -> None:
+    console.print()
+    _say(console, race.title, style="bold")
+    _say(console, lead(race))
+    _say(console, cells.subject(race), style="dim")
+    if race.arms:
+        print_table(console, "How fast", tables.speeds(race))
+        print_table(console, "What it costs", tables.costs(race))
+    _say(console, "", *map(cells.failure, race.failures), style="red")
+    _say(console, *cells.notes(race), style="dim")
+
+
+def print_table(console: Console, title: str, table: tables.Table) -> None:
+    """Print a table in as many pieces as the console's width needs, each with the first column."""
+    head, rows = table
+    # The words of a long head stand below each other; a short head and a figure stay on one line.
+    words = [text.split() if len(text) > SHORT_HEAD else [text] for text in head]
+    widths = [max(map(len, [*words[index], *(row[index] for row in rows)])) for index in range(len(head))]
+    first = min(widths[0], NAME_WIDTH)
+    pieces: list[list[int]] = [[]]
+    for index in range(1, len(head)):
+        if pieces[-1] and first + sum(1 + widths[other] for other in (*pieces[-1], index)) > console.width:
+            pieces.append([])
+        pieces[-1].append(index)
+    for piece in pieces:
+        left = console.width - sum(1 + widths[index] for index in piece)
+        shown = Table(
+            title=Text(title) if title and piece is pieces[0] else None,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        shown.add_column(Text(head[0], style="underline"), overflow="fold", width=min(widths[0], max(left, first)))
+        for index in piece:
+            shown.add_column(Text(head[index], style="underline"), justify="right", width=widths[index])
+        for row in rows:
+            figures = [Text(row[index], style=STYLES.get(cells.outcome(row[index]), "")) for index in piece]
+            shown.add_row(Text(row[0]), *figures)
+        console.print()
+        console.print(shown)
+
+
+# The page: what was gained, charts, tables, reasons, commands that measure again --------------------------------------
+
+
+def folder_of_reports(rows: Path) -> Path:
+    """Where reports of a file or folder of rows go: beside them; of committed rows, to ``runs``."""
+    folder = rows if rows.is_dir() else rows.parent
+    return ROOT / "runs" if folder.resolve().is_relative_to(RESULTS) else folder
+
+
+def write_html(rows: Rows, target: Path) -> Path:
+    """Write the HTML report of these rows; its path."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(report(rows.results, rows.environments), encoding="utf-8")
+    return target
+
+
+def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
+    """The whole page. It loads nothing: style and charts are in it."""
+    shown = races(results, environments)
+    families = by_family(shown)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["outcome"] = cells.outcome
+    return environment.get_template("report.html.jinja").render(
+        machines=machines(shown),
+        counts=(len(shown), sum(len(race.arms) for race in shown), sum(len(race.failures) for race in shown)),
+        families=[_family(name, chosen, few=len(shown) <= MOST_DRAWN) for name, chosen in families.items()],
+        all_open=len(shown) <= MOST_OPEN,
+        worst=tables.WORST,
+    )
+
+
+def _family(name: str, chosen: Sequence[MeasuredRace], *, few: bool) -> dict[str, Any]:
+    named, gained = titles(chosen), gains(chosen)
+    compiled = sorted(gained, key=lambda race: race.ours is None or race.ours.paid("cold") is None)
+    chart = charts.speedups(chosen, named)
+    return {
+        "name": name,
+        "opened": few,
+        "gains": [gained[race] for race in compiled],
+        "chart": charts.as_address(chart) if chart else None,
+        "table": tables.family(chosen, named),
+        "races": [_section(race, draw=few) for race in chosen],
+    }
+
+
+def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
+    chart = charts.break_even(race) if draw else None
+    named_tables = {
+        "Arms, fastest first": tables.speeds(race),
+        "What that speed costs": tables.costs(race),
+        "The win taken apart": tables.filled(*tables.decomposition(race)),
+        "What compiling cost": tables.compiles(race),
+        "Loss": tables.losses(race) or ([], []),
+    }
+    return {
+        "title": race.title,
+        "subject": cells.subject(race),
+        "lead": lead(race),
+        "chart": charts.as_address(chart) if chart else None,
+        "tables": {name: table for name, table in named_tables.items() if race.arms and table[1]},
+        "notes": [*cells.notes(race), *_prepared(race)],
+        "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
+        "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
+        "commands": commands_of([race]),
+    }
+
+
+def _prepared(race: MeasuredRace) -> list[str]:
+    """What arms prepare once, which no other figure counts."""
+    parts = [(arm, what, s) for arm in race.arms for what, s in arm.result.preparation.items()]
+    said = [f"{arm.name}: {what}, {cells.significant(seconds)} s" for arm, what, seconds in parts]
+    return [f"Prepared once: {'; '.join(said)}."] if said else []
+
+
+# Which arm of a race to run, and what was gained ----------------------------------------------------------------------
+
+
+def lead(race: MeasuredRace) -> str:
+    """What to use, in plain words; losses are said as plainly as wins."""
+    timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
+    if not timed:
+        return "No arm has a steady time and a correct output, so no advice is possible."
+    fastest, *others = timed  # arms are sorted by time
+    milliseconds = f"{cells.significant(fastest.p50)} ms a call"
+    if not others:
+        return f"Only {fastest.name} has a steady time: {milliseconds}; no other arm to compare it with."
+    ratios = [race.speedup(arm, fastest) for arm in others]
+    if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
+        return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
+    said = [f"{fastest.name} is the fastest, {milliseconds}{_against_upstream(race, fastest)}."]
+    if fastest.paid("cold") is None:
+        said.append("Compile times were not measured here.")
+    elif found := _steps(race, timed):
+        later = [f"from {cells.calls(calls)} calls on {arm.name}" for calls, arm in found[1:]]
+        in_turn = ", ".join([f"{found[0][1].name} finishes first", *later])
+        said.append(f"In a new process with empty caches {in_turn}.")
+    if alike := [arm.name for arm in others if race.verdict(arm, fastest) == "undetermined"]:
+        more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
+        said.append(f"No measurable difference to {fastest.name}: {', '.join(alike[:MOST_NAMES])}{more}.")
+    return " ".join(said)
+
+
+def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
+    """A line per race in the words of ``zoo advise``: ours against upstream's best as shipped."""
+    lines: dict[MeasuredRace, str] = {}
+    for race, subject in titles(shown).items():
+        ours, best = race.ours, race.best_shipped
+        if ours is None or ours.p50 is None or best is None or (ratio := race.speedup(ours, best)) is None:
+            continue
+        if race.noise is not None and UNUSABLE < race.noise < math.inf:
+            lines[race] = f"{subject}: {unusable(race.noise)}"
+            continue
+        compiled = "" if best.cold_seconds is None else f"{cells.significant(best.cold_seconds)} s to compile, "
+        times = None if race.verdict(ours, best) == "undetermined" else ratio.value
+        told = gain(ours.cold_seconds, ours.p50, times, f"{best.name} ({compiled}{cells.significant(best.p50)} ms)")
+        lines[race] = f"{subject}: {ours.name} {told}."
+    return lines
+
+
+def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
+    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches.
+
+    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
+    back what it costs more. Arms without a time or compile figures are left out.
+    """
+    paid = {arm: seconds for arm in arms if (seconds := race.before(arm)) is not None}
+    p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
+    if not p50:
+        return []
+    chosen = [(1, min(p50, key=lambda arm: paid[arm] * 1e3 + p50[arm]))]
+    while True:
+        now = chosen[-1][1]
+        ahead = [
+            (stats.break_even_calls(paid[arm] - paid[now], p50[now], p50[arm]), p50[arm], index)
+            for index, arm in enumerate(p50)
+            if paid[arm] > paid[now] and race.overtakes(arm, now)
+        ]
+        if not ahead:
+            return chosen
+        calls, _, index = min(ahead)
+        chosen.append((int(calls), list(p50)[index]))
+
+
+def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
+    """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
+    if race.case.family not in UPSTREAM:
+        return ""  # a model of nobody's library: there is no upstream to hold it against
+    library = UPSTREAM[race.case.family]
+    if arm.result.case.impl != "zoo":
+        return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""
+    whose = library + ("'" if library.endswith("s") else "'s")
+    bests = [(race.best_shipped, "as shipped"), (race.best_tuned, "tuned")]
+    said = [f"{_compared(race, arm, best)} {whose} best {how}" for best, how in bests if best is not None]
+    return f", which is {' and '.join(said)}" if said else f"; no arm of {library} ran, so there is no comparison"
+
+
+def _compared(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> str:
+    ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
+    if ratio is None or verdict == "undetermined":
+        return "with no measurable difference to"
+    if verdict == "faster":
+        return f"{cells.times(ratio.value)} faster than"
+    return f"{cells.times(ratio.inverse.value)} slower than"
