@@ -1,21 +1,30 @@
-"""How a case is compiled: eager, full, regional, hierarchical."""
+"""How a case is compiled: eager, full, regional, hierarchical; and the steps of its training."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import zoo
-from benchmarks.families.base import Prepared
+from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from zoo.engine.discover import declared_regions
+from zoo.training import AdamW, TrainingStep
 
 Call = Callable[..., Any]
+# Batches that lie ready on the device, for the steps that are timed.
+READY_BATCHES = 8
+Step = Callable[[], Tensor]
 
 
 def backend() -> str:
@@ -96,3 +105,160 @@ def execution_mode(case: Case) -> Iterator[None]:
     """The grad mode that every call of the case runs in, the first one included."""
     with torch.inference_mode() if case.workload == "inference" else torch.enable_grad():
         yield
+
+
+# Training: the plain loop of upstream's users, or ours, behind one interface ------------------------------------------
+
+
+class Trainer:
+    """The steps of one arm, with its optimizer and its batches. The model of ``prepared`` has its first weights."""
+
+    def __init__(self, case: Case, prepared: Prepared) -> None:
+        assert prepared.training is not None, "the workload prepared no training"
+        self._case = case
+        self._training: Training = prepared.training
+        self._model = prepared.model.train()
+        self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
+        self._optimizer = make_optimizer(
+            self._model, self._training, capturable=case.cuda_graph, ours=case.impl == "zoo"
+        )
+        self._lying = self._training.shapes or tuple(map(self._training.batch, range(READY_BATCHES)))
+        self._ready: Iterator[Any] = itertools.cycle(self._lying)
+        self._batches: Iterator[Any] = self._ready
+        self._loaded: Iterator[Any] | None = None
+
+    @property
+    def shapes(self) -> int:
+        """Steps in a row that meet each declared shape once."""
+        return max(1, len(self._training.shapes))
+
+    @property
+    def round(self) -> int | None:
+        """Timed steps of a round, or None where the clocks decide."""
+        return self._training.round
+
+    def eager(self) -> Step:
+        """A step of the model as it is, as the arm would do it without a compiler."""
+        return self._step(self._model)
+
+    def compiled(self, call: Callable[..., Any]) -> Step:
+        """A step of what ``strategies.apply`` made of the model."""
+        return self._step(call)
+
+    def captured(self, call: Callable[..., Any]) -> Step:
+        """The same under our outer CUDA graph; captured when this returns."""
+        step = self._our_step(call, cuda_graph=True)
+        for batch in itertools.cycle(self._lying):
+            step(batch)
+            if len(step.captured) == self.shapes:
+                break
+        return lambda: step(next(self._batches))
+
+    def open_loader(self) -> None:
+        """Draw an epoch and drop it, so that the loader's processes are up, and idle."""
+        if self._loaded is None and (loader := self._training.loader) is not None:
+            for _ in loader():
+                pass
+            self._loaded = itertools.chain.from_iterable(loader() for _ in itertools.count())
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Steps inside take the loader's batches, where there is one."""
+        self.open_loader()
+        self._batches = self._loaded or self._ready
+        try:
+            yield
+        finally:
+            self._batches = self._ready
+
+    def losses(self, step: Step, count: int | None = None) -> Tensor:
+        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU.
+
+        ``count`` is by default the number of losses that are checked.
+        """
+        count = self._training.checked if count is None else count
+        self._restart()
+        self._batches = map(self._training.batch, range(count))
+        try:
+            return torch.stack([step().detach().float().cpu() for _ in range(count)])
+        finally:
+            self._batches = self._ready
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Restore the first weights and empty the optimizer's state, in place, since a CUDA graph reads there."""
+        for name, tensor in self._model.state_dict().items():
+            tensor.copy_(self._first[name])
+        for values in self._optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def _step(self, call: Callable[..., Any]) -> Step:
+        if self._case.impl == "zoo":
+            step = self._our_step(call, cuda_graph=False)
+            return lambda: step(next(self._batches))
+        return lambda: plain_step(call, self._training, self._optimizer, next(self._batches))
+
+    def _our_step(self, call: Callable[..., Any], *, cuda_graph: bool) -> TrainingStep:
+        assert isinstance(call, nn.Module)
+        training = self._training
+        return TrainingStep(
+            call,
+            training.loss,
+            self._optimizer,
+            autocast=training.autocast,
+            clip_norm=training.clip_norm,
+            cuda_graph=cuda_graph,
+            warmup=2,
+            most_graphs=self.shapes,
+        )
+
+
+def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+    """A step as the libraries' documentation shows it."""
+    optimizer.zero_grad(set_to_none=True)
+    device = next(p for group in optimizer.param_groups for p in group["params"]).device.type
+    with nullcontext() if training.autocast is None else torch.autocast(device, training.autocast):
+        loss = training.loss(call, batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if training.clip_norm is not None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], training.clip_norm)
+    optimizer.step()
+    return loss.detach()
+
+
+def make_optimizer(
+    model: nn.Module, training: Training, *, capturable: bool = False, ours: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW, fused, torch's or ours; for a CUDA graph with its counter and its learning rate on the device."""
+    parameters = list(model.parameters())
+    kind = AdamW if ours else torch.optim.AdamW
+    if not capturable:
+        return kind(parameters, lr=training.learning_rate, fused=True)
+    rate = torch.tensor(training.learning_rate, device=parameters[0].device)
+    return kind(parameters, lr=rate, fused=True, capturable=True)
+
+
+def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The losses that :meth:`Trainer.losses` should give: [checked], eagerly and in another precision.
+
+    ``model`` is upstream's with the first weights; it is converted in place, to float32 where float64 would not fit.
+    """
+
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    model, exact = model.to(dtype).train(), replace(training, autocast=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
+    losses = []
+    with torch.enable_grad():
+        for index in range(training.checked):
+            losses.append(plain_step(model, exact, optimizer, pytree.tree_map(convert, training.batch(index))))
+    return torch.stack(losses)
+
+
+def checkpointed(blocks: Iterable[nn.Module]) -> None:
+    """Keep only the inputs of these blocks for the backward, which runs them again: for a reference, in place."""
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

@@ -19,14 +19,13 @@ import zoo
 from benchmarks import families, machine, strategies, timing
 from benchmarks.families.base import tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
-from benchmarks.strategies import execution_mode
+from benchmarks.strategies import Trainer, execution_mode
 from benchmarks.timing import once, synchronise
 
 # Imported where they are first needed: they import parts of the compiler, whose import is part of a first result.
 if TYPE_CHECKING:
     from benchmarks.compiler import Recorder
     from benchmarks.families import Prepared, Workload
-    from benchmarks.training import Trainer
 
 Reply = dict[str, Any]
 
@@ -83,8 +82,6 @@ class Handler:
         self.prepared: Prepared = self.workload.prepare(self.case, data_root=data_root, seed=seed)
         self.model = self.prepared.model
         if self.case.workload == "train":
-            from benchmarks.training import Trainer
-
             self.trainer = Trainer(self.case, self.prepared)
         storages = {
             t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import Case
-from benchmarks.training import reference_losses
+from benchmarks.strategies import reference_losses
 from zoo.engine.region import Region
 
 WIDTH = 8

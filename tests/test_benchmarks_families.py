@@ -25,8 +25,7 @@ from benchmarks.families import (
 from benchmarks.families.base import UNSCALED, Workload, count_flops
 from benchmarks.families.llm_arms import task_of
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.strategies import apply
-from benchmarks.training import READY_BATCHES, Trainer, plain_step
+from benchmarks.strategies import READY_BATCHES, Trainer, apply, plain_step
 from benchmarks.worker import Handler
 from tests.workloads import call, error, first_call, output_of, prepare, tensors, training_of
 from zoo.resnet.model import PRESETS

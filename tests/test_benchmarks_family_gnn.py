@@ -21,7 +21,7 @@ from benchmarks.families.gnn import KINDS, WORKLOAD, _implementation
 from benchmarks.families.gnn_arms import Architecture, architecture
 from benchmarks.families.graphs import GraphSpec
 from benchmarks.plan import IMPLEMENTATIONS
-from benchmarks.training import Trainer
+from benchmarks.strategies import Trainer
 from tests import workloads
 from tests.workloads import Arms, call, error, tensors
 

@@ -11,7 +11,7 @@ import torch
 from benchmarks.families import llm, llm_arms
 from benchmarks.families.llm import WORKLOAD
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.training import Trainer
+from benchmarks.strategies import Trainer
 from tests import workloads
 from tests.workloads import Arms, call, error, first_call
 from zoo.llm.config import PRESETS

@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.families import load
 from benchmarks.families.base import Prepared, Training
-from benchmarks.training import Trainer, plain_step
+from benchmarks.strategies import Trainer, plain_step
 from tests import runs
 from tests.runs import FAKE, handler, told
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.conformance import OURS, losses, row, rows_of
-from benchmarks.foreign import MODELS
+from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
 
 PAGE = rows_of((Path(__file__).resolve().parents[1] / "docs/conformance.md").read_text(encoding="utf-8"))
 MEASURED = [

@@ -16,7 +16,7 @@ from diffusers import FirstBlockCacheConfig
 from torch import nn
 
 import zoo
-from benchmarks.foreign import MODELS
+from benchmarks.conformance import MODELS
 from zoo.engine.graph_log import LEDGER
 
 REGIONS = {

@@ -16,7 +16,7 @@ from blocks import Block, Sequence, graphs_of
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.foreign import MODELS
+from benchmarks.conformance import MODELS
 
 
 def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:

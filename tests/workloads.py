@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.families import Prepared, load
 from benchmarks.families.base import Training
 from benchmarks.plan import Case
-from benchmarks.strategies import execution_mode
-from benchmarks.training import Trainer
+from benchmarks.strategies import Trainer, execution_mode
 
 
 def prepare(case: Case, seed: int = 0) -> Prepared:

@@ -100,7 +100,7 @@ class Prepared:
         count: How many of ``unit`` one call deals with, for the throughput; None where that says nothing.
         unit: ``images``, ``tokens``, ``nodes``.
         training: What a training step is made of, for ``case.workload == "train"``; then ``inputs`` is empty, and
-            ``reference`` gives the losses of ``benchmarks.training.reference_losses``.
+            ``reference`` gives the losses of ``benchmarks.strategies.reference_losses``.
     """
 
     model: nn.Module

@@ -27,7 +27,7 @@ from benchmarks.families.base import (
     zoo_model,
 )
 from benchmarks.plan import Case
-from benchmarks.training import checkpointed, reference_losses
+from benchmarks.strategies import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.convert import placements, skeleton
 from zoo.bert.model import PRESETS

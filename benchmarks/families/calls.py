@@ -19,7 +19,7 @@ from benchmarks import strategies
 from benchmarks.compiler import other_cache
 from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, weights_dtype
 from benchmarks.plan import Case
-from benchmarks.training import reference_losses
+from benchmarks.strategies import reference_losses
 from zoo import Region
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import layer_norm

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from benchmarks import foreign
+from benchmarks import conformance as foreign
 from benchmarks.families.base import (
     Prepared,
     Workload,

@@ -22,7 +22,7 @@ from benchmarks.families.base import Prepared, Training, Workload, autocast_of, 
 from benchmarks.families.gnn_arms import Architecture, architecture
 from benchmarks.families.graphs import Graph
 from benchmarks.plan import Case
-from benchmarks.training import reference_losses
+from benchmarks.strategies import reference_losses
 from zoo.gnn import NeighborSampler, SampledBatch, Subgraph
 
 SAMPLED = "-sampled"

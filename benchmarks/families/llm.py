@@ -25,7 +25,7 @@ from benchmarks.families.base import (
 )
 from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
-from benchmarks.training import reference_losses
+from benchmarks.strategies import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.config import PRESETS
 from zoo.llm.convert import placements

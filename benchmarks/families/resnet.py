@@ -28,7 +28,7 @@ from benchmarks.families.base import (
     weights_dtype,
 )
 from benchmarks.plan import Case
-from benchmarks.training import READY_BATCHES, checkpointed, reference_losses
+from benchmarks.strategies import READY_BATCHES, checkpointed, reference_losses
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
 from zoo.resnet.model import PRESETS
 

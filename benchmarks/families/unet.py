@@ -29,7 +29,7 @@ from benchmarks.families.base import (
     zoo_model,
 )
 from benchmarks.plan import Case
-from benchmarks.training import READY_BATCHES, reference_losses
+from benchmarks.strategies import READY_BATCHES, reference_losses
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
