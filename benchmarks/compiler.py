@@ -19,14 +19,10 @@ from torch import nn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.machine import CACHE_VARIABLES, cache_contents, cache_environment
+from benchmarks.machine import CACHE_VARIABLES, cache_environment
+from benchmarks.process import cut
 
 REASON_LENGTH = 400
-
-
-def cached_files() -> int:
-    """How many files this process' cache folders hold."""
-    return len(cache_contents())
 
 
 @contextmanager
@@ -36,18 +32,16 @@ def other_cache(folder: Path) -> Iterator[None]:
     Inductor and Triton read the variables at every compilation and hand them on to compile workers that already run;
     what they remember in memory is dropped on both ways.
     """
-    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
+    before = {name: os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
     os.environ.update(cache_environment(folder))
     _forget()
     try:
         yield
     finally:
         _forget()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in CACHE_VARIABLES:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _forget() -> None:
@@ -260,5 +254,4 @@ def _short(reason: str) -> str:
     """The reason without its hints and links, on one line."""
     lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("Hint:", "For more details", "Developer debug"))]
-    text = "; ".join(kept or lines)
-    return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
+    return cut("; ".join(kept or lines), REASON_LENGTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def run_race(
         measure_compilation(arms, settings, progress)
         _fail_controls(arms)
         hand_out_failures()
-        reference = settings.scratch / ("-".join(_safe(cases[0].race)) + ".pt")
+        reference = settings.scratch / f"{_safe('-'.join(cases[0].race))}.pt"
         for index, group in enumerate(groups):
             _race_group(group, settings, progress, reference, index * ROUNDS_OF_A_GROUP)
             _fail_controls(arms)
@@ -78,10 +78,11 @@ def run_race(
             hand_out(arm)
     except KeyboardInterrupt:
         _finish(arms, peaks)
+        enough = min(settings.rounds, LEAST_ROUNDS)  # for a row; intervals say how few they were
         for arm in arms:
             if arm.ok and arm.result.work is not None:
-                if not _raced(arm, settings):
-                    arm.fail("interrupted", f"stopped before {_enough_rounds(settings)} rounds of its race")
+                if arm.result.steady is None or len(arm.result.steady.rounds) < enough:
+                    arm.fail("interrupted", f"stopped before {enough} rounds of its race")
                 hand_out(arm)  # it may lack later rounds and what is counted after them
         raise
     finally:
@@ -94,17 +95,16 @@ def run_race(
 
 
 def _arms(cases: Sequence[Case], settings: Settings) -> list[ArmRun]:
-    root = settings.scratch / "-".join(_safe(cases[0].race))
-    arms = []
-    for case in cases:
-        twin = case.arm.removesuffix(" (A/A)")
-        folder = settings.scratch / "shared" if settings.steady_only else root / "-".join(_safe([twin]))
-        arms.append(ArmRun(case=case, folder=folder))
-    return arms
+    """Each with the folder of its caches: its twin's for a control, one for all where arms start together."""
+
+    def folder(case: Case) -> Path:
+        return settings.scratch / ("shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")))
+
+    return [ArmRun(case=case, folder=folder(case)) for case in cases]
 
 
-def _safe(parts: Iterable[str]) -> list[str]:
-    return ["".join(c if c.isalnum() or c in "._-" else "_" for c in part) for part in parts]
+def _safe(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
 
 def _groups(
@@ -119,8 +119,7 @@ def _groups(
     that either: it races alone. An arm that does not fit alone fails here, saying what it needs.
     """
     free = free_memory(arms[0].case.device, settings.monitor)
-    needs: dict[str, int] = {}
-    running: dict[str, int] = {}
+    needs, running = {}, {}
     for arm in arms:
         try:
             needs[arm.case.key], running[arm.case.key] = memory_bytes(arm.case), running_bytes(arm.case)
@@ -128,9 +127,9 @@ def _groups(
             arm.fail("failed", f"its memory could not be estimated: {type(error).__name__}: {error}")
             continue
         if free is not None and needs[arm.case.key] > free:
+            gib = needs[arm.case.key] / 2**30
             arm.fail(
-                "does-not-fit",
-                f"needs about {_gib(needs[arm.case.key])} of memory, {_gib(free)} are free on the device",
+                "does-not-fit", f"needs about {gib:.1f} GiB of memory, {free / 2**30:.1f} GiB are free on the device"
             )
     fitting = [arm for arm in arms if arm.ok]
     if not fitting:
@@ -160,10 +159,6 @@ def _groups(
 def _side_by_side(groups: Sequence[Sequence[ArmRun]]) -> int:
     """How many arms memory holds at the same time; the last group may only be what was left over."""
     return max(1, min((len(group) for group in groups[:-1] or groups), default=1))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 def _fail_controls(arms: Sequence[ArmRun]) -> None:
@@ -269,8 +264,7 @@ def _count(arm: ArmRun) -> None:
     work.kernels = counted["kernels"]
     if counted["longest"] is not None:
         work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
-    if counted["others"] is not None:
-        work.others = Kernel(**counted["others"])
+        work.others = Kernel(**counted["others"]) if counted["others"] is not None else None
     if (figures := arm.result.warm or arm.result.cold) is not None:
         figures.recompiles += [IN_RACE + reason for reason in counted["recompiles"]]
 
@@ -279,15 +273,6 @@ def _draw(arm: ArmRun, steps: int) -> None:
     if arm.ok and arm.worker is not None and arm.worker.alive:  # a profile that failed may have ended it
         with failures_of(arm):
             arm.result.curve = arm.ask("curve", steps=steps)["losses"]
-
-
-def _raced(arm: ArmRun, settings: Settings) -> bool:
-    """Whether the arm has been through enough rounds for a row; intervals say how few they were."""
-    return arm.result.steady is not None and len(arm.result.steady.rounds) >= _enough_rounds(settings)
-
-
-def _enough_rounds(settings: Settings) -> int:
-    return min(settings.rounds, LEAST_ROUNDS)
 
 
 def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:

@@ -40,6 +40,11 @@ SET_TMPDIR = "set TMPDIR to a folder on another: the compiler's caches go there"
 _alive: set[Worker] = set()
 
 
+def cut(text: str, most: int) -> str:
+    """The text, or as much of it as so many letters hold."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 class WorkerFailure(Exception):
     """A request that failed: a status of ``benchmarks.record.STATUSES``, a reason, and what was asked."""
 
@@ -49,12 +54,7 @@ class WorkerFailure(Exception):
 
 
 class Worker:
-    """The harness' end of a worker process. Not thread-safe: one request at a time.
-
-    Args:
-        environment: Variables to set for it, in addition to the harness' own.
-        timeout: Seconds that one request may take before the process is killed.
-    """
+    """The harness' end of a worker process. Not thread-safe: one request at a time, of ``timeout`` seconds at most."""
 
     def __init__(self, environment: Mapping[str, str], *, timeout: float) -> None:
         self.timeout = timeout
@@ -95,11 +95,7 @@ class Worker:
             raise self._death() from None
 
     def receive(self) -> dict[str, Any]:
-        """The reply to what was sent.
-
-        Raises:
-            WorkerFailure: If the process reports a failure, dies or takes longer than the timeout; it is gone then.
-        """
+        """The reply to what was sent. WorkerFailure if the process fails, dies or takes too long; it is gone then."""
         line = self._line(time.monotonic() + self.timeout)
         reply: dict[str, Any] = json.loads(line)
         self.log.append({name: reply[name] for name in ("op", "began", "ended")})
@@ -139,14 +135,10 @@ class Worker:
         except subprocess.TimeoutExpired:
             code = None
         self._reader.join(timeout=1)
-        if code is None:
-            how = "closed its pipe without ending"
-        elif code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL:
-                how += " (on Linux often because memory ran out)"
-        else:
-            how = f"exited with code {code}"
+        how = "closed its pipe without ending" if code is None else f"exited with code {code}"
+        if code is not None and code < 0:
+            memory = " (on Linux often because memory ran out)" if -code == signal.SIGKILL else ""
+            how = f"killed by {signal.Signals(-code).name}{memory}"
         reason = self._describe(f"{how} during {self._pending}")
         self.kill()
         return WorkerFailure("crashed", reason, self._pending)
@@ -157,12 +149,7 @@ class Worker:
         text = "; ".join([reason, *lines[-TAIL_LINES:]])
         text = text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
         text = re.sub(r"/[^\s'\"]*/site-packages/", "", text)
-        return text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1] + "…"
-
-    @property
-    def stderr_tail(self) -> str:
-        """The end of what the process printed."""
-        return "\n".join(self._stderr)
+        return cut(text, REASON_LENGTH)
 
     @property
     def alive(self) -> bool:
@@ -268,8 +255,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
             break
     # Two lines: the compiler's exceptions name the backend in the first, and the backend's error in the second.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]
-    message = ": ".join([type(error).__name__, " ".join(lines)]) if lines else type(error).__name__
-    message = message if len(message) <= MESSAGE_LENGTH else message[: MESSAGE_LENGTH - 1] + "…"
+    message = cut(": ".join([type(error).__name__, *([" ".join(lines)] if lines else [])]), MESSAGE_LENGTH)
     traceback.print_exception(error, file=sys.stderr)
     return {"ok": False, "status": status, "reason": f"{message}; {remedy}" if remedy else message}
 

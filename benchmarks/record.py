@@ -276,26 +276,19 @@ def _parse(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _line(row: Row) -> str:
-    return json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n"
-
-
+@dataclass(frozen=True)
 class Store:
     """An append-only JSONL file of rows. A line is written whole and flushed to disk before the next case starts."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
+    path: Path
 
     def append(self, row: Row) -> None:
         """Write one row at the end and wait until the disk has it.
 
-        A last line that a kill had cut short is removed first: appending to it would spoil two rows.
-
-        Raises:
-            ValueError, TypeError: If JSON cannot hold a value; nothing is written.
-            OSError: If the disk does not take the row; the file ends with the row before it.
+        A last line that a kill had cut short is removed first: appending to it would spoil two rows. OSError if the
+        disk does not take the row; the file ends with the row before it then.
         """
-        line = _line(row).encode()
+        line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Without Python's buffer, which would try to write the rest of a row again when the file is closed.
         with self.path.open("a+b", buffering=0) as file:
@@ -326,11 +319,11 @@ class Store:
             file.write(b"\n")  # the row is whole, only its line end is missing
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows; a last line cut short by a kill is dropped, any other broken line is an error naming it."""
-        for _, row in self._numbered():
-            yield row
+        """All rows."""
+        return (row for _, row in self._numbered())
 
     def _numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows by line; a last line cut short by a kill is dropped, any other broken one is an error naming it."""
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -347,8 +340,7 @@ class Store:
     def results(self) -> list[Result]:
         """The newest result of every case, in the order in which the cases first appear.
 
-        Raises:
-            ValueError: Naming file and line, on an unreadable row or one whose environment does not stand before it.
+        ValueError, naming file and line, on an unreadable row or one whose environment does not stand before it.
         """
         newest: dict[str, Result] = {}
         environments: set[str] = set()
@@ -359,10 +351,8 @@ class Store:
                 continue
             try:
                 result = Result.from_json(row)
-                if result.environment is not None and result.environment not in environments:
-                    raise ValueError(
-                        f"environment {result.environment!r} is in no row before it; write the environment's row first"
-                    )
+                if (named := result.environment) is not None and named not in environments:
+                    raise ValueError(f"environment {named!r} is in no row before it; write the environment's row first")
             except ValueError as error:
                 raise ValueError(f"{self.path}:{number}: {error}") from error
             newest[result.case.key] = result
@@ -378,23 +368,13 @@ class Store:
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
 
 
-# Many files -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one file or a folder of files holds: results, and the environments that they name by id.
+    """What one file or a folder of files holds."""
 
-    Args:
-        results: The rows that the families' tables are made from.
-        environments: By the id that rows name.
-        extra: By name, the rows of races that answer one question each, such as a claim's.
-        starts: Rows of whole processes.
-    """
-
-    results: list[Result]
-    environments: dict[str, dict[str, Any]]
-    extra: dict[str, list[Result]] = field(default_factory=dict)
+    results: list[Result]  # which the families' tables are made from
+    environments: dict[str, dict[str, Any]]  # by the id that rows name
+    extra: dict[str, list[Result]] = field(default_factory=dict)  # by name, of races that answer one question each
     starts: list[Start] = field(default_factory=list)
 
     def environment(self, result: Result | Start) -> dict[str, Any]:
@@ -413,12 +393,7 @@ def load(path: Path) -> Rows:
     Of a case that several files hold for one device and torch version, the row with the latest ``time`` in its
     environment counts; where times agree or are missing, the one in the later path. Rows below ``extra/<name>`` of the
     folder go to ``Rows.extra[name]``.
-
-    Raises:
-        FileNotFoundError: If there is no such file or folder.
-        ValueError: Naming file and line, if a row cannot be read; or on a file in ``extra`` itself.
     """
-    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a .jsonl file of rows or a folder that holds some")
     files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
@@ -446,11 +421,7 @@ def load(path: Path) -> Rows:
 
 
 def load_run(path: Path) -> Rows:
-    """The rows of a run that a user named, as ``load`` finds them.
-
-    Raises:
-        UsageError: If there are none, or one cannot be read.
-    """
+    """The rows of a run that a user named, as ``load`` finds them; UsageError on none, or an unreadable one."""
     try:
         rows = load(path)
     except (ValueError, FileNotFoundError) as error:
@@ -461,7 +432,7 @@ def load_run(path: Path) -> Rows:
 
 
 def _extra_name(file: Path, folder: Path) -> str:
-    """The name of the question that a file's rows answer; empty for rows of the tables."""
+    """The name of the question that a file's rows answer, from the folders below ``extra``; empty for other rows."""
     folders = file.relative_to(folder).parts[:-1]
     if EXTRA not in folders:
         return ""

@@ -35,32 +35,20 @@ _CHECKING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is asked for, except for its cases.
+    """What a run is asked for, except for its cases."""
 
-    Args:
-        workload: Family, or dotted name of a workload's module.
-        scratch: Folder for caches and references; the caller removes it.
-        timeout: Seconds that one step of an arm may take.
-        rounds: Rounds of a race.
-        curve: Steps of the loss curve that each arm of training draws after its race.
-        quick: One process per arm.
-        steady_only: No compile figures; arms start together.
-        ahead: How many workers may get ready at the same time.
-        compiler_start_up: Seconds that the compiler's own start takes, measured in a process alone.
-    """
-
-    workload: str
-    scratch: Path
+    workload: str  # family, or dotted name of a workload's module
+    scratch: Path  # for caches and references; the caller removes it
     monitor: Monitor
-    timeout: float = 900.0
+    timeout: float = 900.0  # seconds of one step of an arm
     rounds: int = 30
-    curve: int = 0
-    quick: bool = False
-    steady_only: bool = False
+    curve: int = 0  # steps of the loss curve that each arm of training draws after its race
+    quick: bool = False  # one process per arm
+    steady_only: bool = False  # no compile figures; arms start together
     data_root: str | None = None
     seed: int = 0
-    ahead: int = 1
-    compiler_start_up: float | None = None
+    ahead: int = 1  # how many workers may get ready at the same time
+    compiler_start_up: float | None = None  # seconds, measured in a process alone
 
 
 @dataclass(kw_only=True)
@@ -118,7 +106,7 @@ def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job
 
 
 def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Progress) -> None:
-    """Run the cold and the first-result process of every compiled arm."""
+    """The cold and the first-result process of every compiled arm."""
     for job, worker in processes(jobs_before_the_race(arms, settings), settings):
         arm = job.arm
         progress.begin(f"{arm.case.arm}: {job.phase}", estimate(job))
@@ -229,12 +217,11 @@ def _make_ready(job: Job, worker: Worker, settings: Settings) -> None:
         ready = worker.ask("prepare", case=arm.case.to_json(), data_root=settings.data_root, seed=settings.seed)
         result = arm.result
         result.data, result.sizes, result.preparation = ready["data"], ready["sizes"], ready["preparation"]
-        flops = result.work.flops if result.work is not None else None
+        if result.work is None:
+            result.work = Work(**{name: ready[name] for name in ("bytes", "bytes_formula", "count", "unit")})
         if job.phase != FIRST_RESULT:
             folder = str(arm.folder / "start-up") if arm.compiled else None
-            flops = worker.ask("start_up", folder=folder)["flops"]
-        counted = {name: ready[name] for name in ("bytes", "bytes_formula", "count", "unit")}
-        result.work = Work(flops=flops, **counted)
+            result.work.flops = worker.ask("start_up", folder=folder)["flops"]
         result.memory = Memory(model=ready["model_bytes"])
 
 

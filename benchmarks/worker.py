@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import families, machine, strategies, timing
-from benchmarks.families.base import tensors
+from benchmarks.families.base import count_flops, tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import Trainer, execution_mode
 from benchmarks.timing import once, synchronise
@@ -50,10 +51,7 @@ class Handler:
         return {"device": machine.device_facts(device)}
 
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
-        """Peak rates of the device, and how long the compiler starts.
-
-        Its start is the same for every arm. Since it is measured here, alone, arms may start theirs side by side.
-        """
+        """Peak rates of the device, and how long the compiler starts: alone, so that arms may start side by side."""
         from benchmarks import compiler
 
         torch.zeros(1, device=device)
@@ -65,7 +63,7 @@ class Handler:
     def load(self, *, workload: str) -> Reply:
         """Import what the case will need, so that imports of several workers overlap and are in no figure."""
         self.workload: Workload = families.load(workload)
-        return {"torch": torch.__version__, "pid": os.getpid()}
+        return {}
 
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
         """Build model and inputs."""
@@ -83,18 +81,13 @@ class Handler:
         self.model = self.prepared.model
         if self.case.workload == "train":
             self.trainer = Trainer(self.case, self.prepared)
-        storages = {
-            t.data_ptr(): t.numel() * t.element_size() for t in (*self.model.parameters(), *self.model.buffers())
-        }
+        storages = {each.data_ptr(): each.nbytes for each in (*self.model.parameters(), *self.model.buffers())}
         return {
+            **{name: getattr(self.prepared, name) for name in ("bytes_formula", "data", "count", "unit")},
             "bytes": int(self.prepared.bytes),
-            "bytes_formula": self.prepared.bytes_formula,
-            "data": self.prepared.data,
             "sizes": {name: int(size) for name, size in self.prepared.sizes.items()},
-            "preparation": {name: float(seconds) for name, seconds in self.prepared.preparation_seconds.items()},
+            "preparation": dict(self.prepared.preparation_seconds),
             "model_bytes": sum(storages.values()),
-            "count": self.prepared.count,
-            "unit": self.prepared.unit,
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
@@ -121,9 +114,8 @@ class Handler:
             synchronise(self.device)
         seconds = None
         if folder is not None:
-            dtype = getattr(torch, self.case.dtype)
-            training = self.trainer is not None
-            seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend(), training=training)
+            dtype, trains = getattr(torch, self.case.dtype), self.trainer is not None
+            seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend(), training=trains)
         return {"flops": flops, "seconds": seconds}
 
     def _eagerly(self) -> Any:
@@ -136,27 +128,22 @@ class Handler:
         return self.trainer.losses(step)
 
     def _count_flops(self) -> int:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        # Not in inference mode, where operators that are made of others hide them from the counter.
-        mode = torch.no_grad() if self.trainer is None else torch.enable_grad()
-        with mode, FlopCounterMode(display=False) as counter:
-            if self.trainer is None:
-                self.model(**self.prepared.inputs)
-            else:
-                self.trainer.eager()()
+        if self.trainer is None:  # not in inference mode, where operators that are made of others hide them
+            return count_flops(self.model, **self.prepared.inputs)
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+            self.trainer.eager()()
         return int(counter.get_total_flops())
 
     # Compilation --------------------------------------------------------------------------------------------------
 
     def first_call(self) -> Reply:
         """Compile: the time from the first call to its result, less one steady call. Eager arms compile nothing."""
-        from benchmarks.compiler import Recorder, cached_files
+        from benchmarks.compiler import Recorder
 
         if self.case.strategy == "eager":
             self._use(self.model)
             return {"seconds": None}
-        files = cached_files()
+        files = len(machine.cache_contents())
         recorder = self._recorder or Recorder(self.model)
         recorder.restart()
         # Garbage of imports and preparation would be collected soon, in one arm's compilation or in another's.
@@ -215,10 +202,7 @@ class Handler:
                 self._capture()
             self.step()
             synchronise(self.device)
-            seconds = time.perf_counter() - began
-        from benchmarks.compiler import cached_files
-
-        return {"seconds": seconds, "files_at_end": cached_files()}
+            return {"seconds": time.perf_counter() - began}
 
     def _use(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -297,21 +281,18 @@ class Handler:
         with execution_mode(self.case):
             self._steps()
         peaks = self._peaks()
-        return {name: _greater(peak, self._recorded.get(name)) for name, peak in peaks.items()}
+        return {name: max(filter(None, (peak, self._recorded.get(name))), default=None) for name, peak in peaks.items()}
 
     def _reset_peak(self) -> None:
-        if self.device == "cpu":
-            return
-
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        if self.device != "cpu":
+            gc.collect()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
     def _peaks(self) -> Reply:
         if self.device == "cpu":
             return {"allocated": None, "reserved": None}
-
         torch.cuda.synchronize()
         return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
@@ -370,19 +351,14 @@ class Handler:
     def _profile(self, *, calls: int) -> Any:
         from torch.profiler import ProfilerActivity, profile
 
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device != "cpu" else [])
         with execution_mode(self.case):
             self.step()
             synchronise(self.device)
-            with profile(activities=activities, acc_events=True) as profiler:
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
                 for _ in range(calls):
                     self.step()
                 synchronise(self.device)
         return profiler
-
-
-def _greater(one: int | None, other: int | None) -> int | None:
-    return max(filter(None, (one, other)), default=None)
 
 
 def _flat(output: Any) -> torch.Tensor:
