@@ -36,11 +36,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Values of an option that may be repeated or take a comma list, without repetition.
-
-    Raises:
-        UsageError: On a value that is not known, with a suggestion.
-    """
+    """Values of an option that may be repeated or take a comma list, each once; UsageError if one is not known."""
     values = [value.strip() for part in given for value in part.split(",") if value.strip()]
     for value in values:
         if value not in known:
@@ -88,7 +84,7 @@ class Progress:
 
     def race(self, name: str) -> None:
         """A race starts; what begins from now on belongs to it."""
-        self.console.print(name, markup=False, highlight=False)
+        self.console.print(name)
 
     def begin(self, what: str, seconds: float) -> None:
         """What was going on is over; this starts, planned to take ``seconds``."""
@@ -112,11 +108,11 @@ class Progress:
         left = f"about {words(self.left(done))} left"
         line, room = f"  [{100 * done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
         line = line if len(line) <= room else line[: room - 1] + "…"
-        self.console.print(f"{line}, {left}", markup=False, highlight=False)
+        self.console.print(f"{line}, {left}")
 
     def note(self, text: str) -> None:
         """Print something that stays."""
-        self.console.print(f"  {text}", markup=False, highlight=False)
+        self.console.print(f"  {text}")
 
 
 def words(seconds: float) -> str:

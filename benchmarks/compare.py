@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -63,11 +63,7 @@ class Change:
 
 
 def compare(old: Rows, new: Rows) -> list[Change]:
-    """Every arm of either run, in the order of the old one.
-
-    Raises:
-        UsageError: Where no arm is in both, or arms ran on different devices.
-    """
+    """Every arm of either run, in the order of the old one; UsageError where they are of different devices."""
     before, after = _by_key(old), _by_key(new)
     common = before.keys() & after.keys()
     if not common:
@@ -144,22 +140,18 @@ def _counts(old: Compile, new: Compile) -> tuple[bool, list[str]]:
 
 
 def _sizes(old: Result, new: Result) -> list[str]:
+    def both(section: str, name: str) -> tuple[Any, Any] | None:
+        """A figure before and now, where both are known."""
+        was, now = (getattr(getattr(row, section), name, None) for row in (old, new))
+        return None if was is None or now is None else (was, now)
+
     notes = []
-    if (
-        old.work
-        and new.work
-        and None not in (old.work.kernels, new.work.kernels)
-        and old.work.kernels != new.work.kernels
-    ):
-        notes.append(f"kernels {cells.count(old.work.kernels)} → {cells.count(new.work.kernels)}")
-    if old.memory and new.memory:
-        was, now = old.memory.allocated, new.memory.allocated
-        if was is not None and now is not None and abs(now - was) > MEMORY_CHANGE * was:
-            notes.append(f"memory {cells.mebibytes(was)} → {cells.mebibytes(now)} MiB")
-    if old.check and new.check and old.check.error is not None and new.check.error is not None:
-        was_error, now_error = old.check.error, new.check.error
-        if max(was_error, now_error) > 10 * max(min(was_error, now_error), 1e-8):
-            notes.append(f"error {cells.exponent(was_error)} → {cells.exponent(now_error)}")
+    if (kernels := both("work", "kernels")) and kernels[0] != kernels[1]:
+        notes.append(f"kernels {' → '.join(map(cells.count, kernels))}")
+    if (peaks := both("memory", "allocated")) and abs(peaks[1] - peaks[0]) > MEMORY_CHANGE * peaks[0]:
+        notes.append(f"memory {' → '.join(map(cells.mebibytes, peaks))} MiB")
+    if (errors := both("check", "error")) and max(errors) > 10 * max(min(errors), 1e-8):
+        notes.append(f"error {' → '.join(map(cells.exponent, errors))}")
     return notes
 
 
@@ -201,9 +193,7 @@ def render(changes: Sequence[Change], console: Console) -> None:
     ):
         if rows:
             console.print(Text(f"\n{title}:", style="bold"))
-            for row in rows:
-                if row is not None:
-                    console.print(Text(f"  {row.case.key} ({row.status})"))
+            console.print(*(Text(f"  {row.case.key} ({row.status})") for row in rows if row), sep="\n")
 
 
 def _loud(noise: float) -> bool:

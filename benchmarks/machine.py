@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -122,8 +121,7 @@ def _commit() -> dict[str, Any]:
 class Monitor:
     """Clock, power and memory of one GPU by NVML, without a CUDA context. Every answer is None where there is none.
 
-    Args:
-        uuid: The device's UUID as torch knows it; the first device if it cannot be found.
+    ``uuid`` is the device's as torch knows it; without it, or if it cannot be found, the first device is watched.
     """
 
     _SM_CLOCK = 1
@@ -134,19 +132,15 @@ class Monitor:
     def __init__(self, uuid: str | None = None) -> None:
         self._nvml: Any = None
         self._device = ctypes.c_void_p()
-        if sys.platform != "linux":
-            return
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
             return
         if library.nvmlInit_v2() != 0:
             return
-        wanted = uuid if uuid is None or uuid.startswith("GPU-") else f"GPU-{uuid}"
-        by_uuid = (
-            wanted is not None and library.nvmlDeviceGetHandleByUUID(wanted.encode(), ctypes.byref(self._device)) == 0
-        )
-        if by_uuid or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)) == 0:
+        wanted, device = f"GPU-{(uuid or '').removeprefix('GPU-')}".encode(), ctypes.byref(self._device)
+        found = library.nvmlDeviceGetHandleByUUID(wanted, device) == 0
+        if found or library.nvmlDeviceGetHandleByIndex_v2(0, device) == 0:
             self._nvml = library
 
     def _number(self, function: str, *arguments: Any, unit: float = 1.0) -> float | None:

@@ -66,11 +66,7 @@ class Run:
         return list({store.path: store for store in map(self.store, self.cases)}.values())
 
     def skip_done(self, *, resume: bool) -> None:
-        """Leave out what the files hold already.
-
-        Raises:
-            UsageError: If a file is there and its run is not to be resumed, or its rows cannot be read.
-        """
+        """Leave out what files hold already; UsageError if one is there, and is not to be resumed or cannot be read."""
         if resume:
             try:
                 self.done = {r.case.key for store in self.stores() for r in store.results() if r.status == "ok"}
@@ -96,11 +92,7 @@ Conclude = Callable[[Run, Console, set[str]], int]
 
 @contextmanager
 def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False, **options: Any) -> Iterator[Settings]:
-    """Settings with a scratch folder, which is removed at the end.
-
-    Raises:
-        UsageError: If there is no folder for temporary files.
-    """
+    """Settings with a scratch folder, which is removed at the end."""
     stack = ExitStack()
     try:
         remove_stale(SCRATCH)
@@ -125,8 +117,7 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
 def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) -> int:
     """Measure what is left of the run and conclude; the exit code.
 
-    Raises:
-        UsageError: If the rows' folder or the device cannot be used; nothing has been measured then.
+    UsageError if the rows' folder or the device cannot be used; nothing has been measured then.
     """
     races = run.races
     seconds = _peaks_seconds(settings) + sum(estimate_race(arms, settings) for arms in races)
@@ -147,7 +138,7 @@ def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) 
         conclude(run, console, measured)
         stopped = isinstance(error, KeyboardInterrupt)
         said = "stopped; finished rows are kept. " if stopped else f"error: {error}\n"
-        console.print(f"{said}Continue with --resume --out {run.out}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{said}Continue with --resume --out {run.out}", soft_wrap=True)
         return INTERRUPTED if stopped else UNWRITABLE
     finally:
         kill_all()
@@ -166,19 +157,15 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
     arms = sum(len(race) for race in races)
     skipped = f", {len(run.done & {case.key for case in run.cases})} done before" if run.done else ""
     count = f"{len(races)} race{'s' * (len(races) != 1)}"
-    lines = [f"{count}, {arms} arms{skipped}, on {run.device}: about {words(seconds)}", _method(settings)]
-    for race in races:
-        lines.append(f"  {race[0].model} on {race[0].input}, {race[0].workload}, {race[0].dtype}")
-        lines += [f"    {case.arm}" for case in race]
-    lines.append(f"rows are written to {run.out}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False)
-
-
-def _method(settings: Settings) -> str:
-    """What is done with each arm, in a line."""
     starts = "once, all together" if settings.steady_only else "once" if settings.quick else ""
-    return f"each arm starts {starts or 'cold, to a first result and warm'}, then all race for {settings.rounds} rounds"
+    starts = starts or "cold, to a first result and warm"
+    console.print(f"{count}, {arms} arms{skipped}, on {run.device}: about {words(seconds)}")
+    console.print(f"each arm starts {starts}, then all race for {settings.rounds} rounds")
+    for race in races:
+        console.print(f"  {race[0].model} on {race[0].input}, {race[0].workload}, {race[0].dtype}")
+        for case in race:
+            console.print(f"    {case.arm}")
+    console.print(f"rows are written to {run.out}")
 
 
 def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
@@ -222,15 +209,9 @@ def _measure_race(
         _write(store, result.to_json())
         measured.add(result.case.key)
 
-    run_race(
-        arms,
-        settings,
-        progress,
-        emit,
-        memory_bytes=run.workload.memory_bytes,
-        running_bytes=getattr(run.workload, "running_bytes", None),
-        peaks=environment["peaks"],
-    )
+    running = getattr(run.workload, "running_bytes", None)
+    needs: dict[str, Any] = {"memory_bytes": run.workload.memory_bytes, "running_bytes": running}
+    run_race(arms, settings, progress, emit, **needs, peaks=environment["peaks"])
 
 
 def _write(store: Store, row: Mapping[str, Any]) -> None:
@@ -245,7 +226,7 @@ def _write(store: Store, row: Mapping[str, Any]) -> None:
 
 def say_where(run: Run, console: Console) -> None:
     """Name the files of rows, and write the HTML report of everything in that place, earlier runs included."""
-    console.print(f"\nrows: {', '.join(str(store.path) for store in run.stores())}", markup=False, highlight=False)
+    console.print(f"\nrows: {', '.join(str(store.path) for store in run.stores())}")
     if not run.results()[0]:
         return
     from benchmarks.report.show import folder_of_reports, write_html
@@ -253,9 +234,9 @@ def say_where(run: Run, console: Console) -> None:
     try:
         path = write_html(load(run.out), folder_of_reports(run.out) / "report.html")
     except (OSError, ValueError) as error:  # another run's broken row must not hide that this run is done
-        console.print(f"no report: {error}", markup=False, highlight=False)
+        console.print(f"no report: {error}")
     else:
-        console.print(f"report: {path}", markup=False, highlight=False)
+        console.print(f"report: {path}")
 
 
 # Locks on files: the system releases them when the process ends, however it ends --------------------------------------
@@ -294,11 +275,7 @@ def _lock_file(uuid: str) -> int | None:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make the folder of rows (or the one of a ``.jsonl`` file) and keep other runs out of it.
-
-    Raises:
-        UsageError: If it cannot be made or written, or if another run has it.
-    """
+    """Make the folder of rows (or the one of a ``.jsonl`` file) and keep other runs out of it."""
     is_file = out.suffix == ".jsonl"
     folder = out.parent if is_file else out
     try:
@@ -324,11 +301,7 @@ def locked(out: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A temporary folder, removed at the end, and locked so that ``remove_stale`` of another run leaves it.
-
-    Raises:
-        OSError: If there is no folder for temporary files.
-    """
+    """A temporary folder, removed at the end, and locked so that ``remove_stale`` of another run leaves it."""
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
         descriptor = os.open(name, os.O_RDONLY)
         try:

@@ -58,7 +58,7 @@ def main(
 ) -> int:
     """Measure the models of a family, ours and the upstream library's: eager, compiled whole and by regions."""
     require_zoo()
-    console = Console(soft_wrap=False)
+    console = Console(markup=False, highlight=False)
     if not family:
         if list_:
             console.print("families: " + ", ".join(_families()))
@@ -184,9 +184,7 @@ def _command(family: str, case: Case, settings: Settings) -> str:
 
 def _list(run: Run, console: Console) -> None:
     def show(title: str, items: Iterable[str]) -> None:
-        console.print(f"{title}:", markup=False, highlight=False)
-        for item in items:
-            console.print(f"  {item}", markup=False, highlight=False)
+        console.print(f"{title}:", *(f"  {item}" for item in items), sep="\n")
 
     show("models", run.workload.models)
     show("inputs", run.workload.inputs)

@@ -97,27 +97,11 @@ def name(arm: MeasuredArm) -> str:
     return f"{arm.name} !" if arm.wrong else arm.name
 
 
-def but_wrong(arm: MeasuredArm) -> str:
-    """What a sentence on an arm's speed must add where its output is wrong."""
-    return ", with a wrong output" if arm.wrong else ""
-
-
-def verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
-    """``faster``, ``slower`` or ``undetermined``; the arm that all are held against is ``reference``."""
-    if arm is over:
-        return "reference"
-    return race.verdict(arm, over) or NOTHING
-
-
-def speedup(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
-    return "1×" if arm is over else interval(race.speedup(arm, over))
-
-
 def speedup_and_verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
-    """Both in one cell: ``8.54× [8.49, 8.60] faster``."""
-    if race.speedup(arm, over) is None:
+    """Both in one cell: ``8.54× [8.49, 8.60] faster``; ``reference`` of the arm that all are held against."""
+    if (ratio := race.speedup(arm, over)) is None:
         return NOTHING
-    return "reference" if arm is over else f"{speedup(race, arm, over)} {verdict(race, arm, over)}"
+    return "reference" if arm is over else f"{interval(ratio)} {race.verdict(arm, over)}"
 
 
 def outcome(cell: str) -> str:
@@ -129,10 +113,10 @@ def outcome(cell: str) -> str:
 
 
 def compiler_counts(compile: Compile | None) -> str:
-    """Graphs, breaks and recompiles: ``2/0/0``; a dash where nothing was compiled."""
+    """Graphs, breaks and recompiles: ``2 / 0 / 0``; a dash where nothing was compiled."""
     if compile is None or compile.graphs is None:
         return NOTHING
-    return f"{compile.graphs}/{len(compile.breaks)}/{len(compile.recompiles)}"
+    return f"{compile.graphs} / {len(compile.breaks)} / {len(compile.recompiles)}"
 
 
 def seconds(compile: Compile | None) -> str:
@@ -152,17 +136,10 @@ def error(arm: MeasuredArm) -> str:
     return exponent(arm.result.check.error if arm.result.check else None)
 
 
-def eager_error(arm: MeasuredArm) -> str:
-    return exponent(arm.result.check.eager_error if arm.result.check else None)
-
-
 def break_even(race: MeasuredRace, arm: MeasuredArm) -> str:
-    """Break-even calls cold and warm: ``1,234/567``, or one word if both agree."""
-    return both(*(calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm)))
-
-
-def both(cold: str, warm: str) -> str:
-    return cold if cold == warm else f"{cold}/{warm}"
+    """Break-even calls cold and warm: ``1,234 / 567``, or one word if both agree."""
+    cold, warm = (calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm))
+    return cold if cold == warm else f"{cold} / {warm}"
 
 
 def times_floor(arm: MeasuredArm) -> str:
@@ -206,39 +183,21 @@ def throughput(arm: MeasuredArm) -> str:
     return calls(arm.throughput)
 
 
-def throughputs(race: MeasuredRace) -> list[str]:
-    """Throughput of our arm and of upstream's best, in a sentence; nothing where it says nothing."""
-    if race.unit is None:
-        return []
-    arms = dict.fromkeys(arm for arm in (race.ours, race.best_shipped, race.best_tuned) if arm is not None)
-    said = [f"{arm.name} {throughput(arm)}" for arm in arms if arm.throughput is not None]
-    return [f"{race.unit.capitalize()} a second: {', '.join(said)}."] if said else []
-
-
-def last_losses(race: MeasuredRace, share: float = 0.1) -> list[str]:
-    """What the arms' loss curves come down to: means over their last tenth; nothing without curves."""
-    curves = [(arm, arm.result.curve) for arm in race.arms if arm.result.curve]
-    if not curves:
-        return []
-    steps = len(curves[0][1])
-    last = max(1, round(share * steps))
-    said = [f"{arm.name} {significant(sum(curve[-last:]) / last)}" for arm, curve in curves]
-    return [f"Loss, mean of the last {last} of {steps} steps: {', '.join(said)}."]
-
-
-def bests(race: MeasuredRace) -> list[str]:
-    """The upstream arms that ours are held against, by name and time."""
-    return [
-        f"Best upstream {what}: {f'{best.name}, {significant(best.p50)} ms' if best else 'none ran'}."
-        for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned))
-    ]
-
-
 def notes(race: MeasuredRace) -> list[str]:
     """The sentences below a race: upstream's best by name, throughput, losses, clock, noise and what is odd."""
-    if not race.arms:
-        return race_notes(race)
-    return [*bests(race), *throughputs(race), *last_losses(race), *race_notes(race)]
+    said = []
+    for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned)) if race.arms else ():
+        said.append(f"Best upstream {what}: {f'{best.name}, {significant(best.p50)} ms' if best else 'none ran'}.")
+    arms = dict.fromkeys(arm for arm in (race.ours, race.best_shipped, race.best_tuned) if arm is not None)
+    rates = [f"{arm.name} {throughput(arm)}" for arm in arms if arm.throughput is not None]
+    if race.unit is not None and rates:
+        said.append(f"{race.unit.capitalize()} a second: {', '.join(rates)}.")
+    if curves := [(arm.name, arm.result.curve) for arm in race.arms if arm.result.curve]:
+        steps = len(curves[0][1])
+        last = max(1, round(steps / 10))
+        losses = [f"{name} {significant(sum(curve[-last:]) / last)}" for name, curve in curves]
+        said.append(f"Loss, mean of the last {last} of {steps} steps: {', '.join(losses)}.")
+    return [*said, *race_notes(race)]
 
 
 def troubles(arm: MeasuredArm) -> list[str]:
@@ -254,11 +213,6 @@ def troubles(arm: MeasuredArm) -> list[str]:
             others = " (and the like with other numbers)" if len(set(same)) > 1 else ""
             lines.append(f"{arm.name}: {often}{what}: {shortened(same[0])}{others}")
     return lines
-
-
-def spaced(text: str) -> str:
-    """``2 / 0 / 0`` of ``2/0/0``."""
-    return text.replace("/", " / ")
 
 
 def pair(first: str, second: str) -> str:
@@ -278,20 +232,16 @@ def race_notes(race: MeasuredRace) -> list[str]:
             notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
         else:
             notes.append(f"A/A noise {percent(race.noise)} ({race.noise_arm} against its copy).")
-    copied = [arm.name for arm in race.arms if arm.warm is not arm.result.warm]
-    if copied:
+    if copied := [arm.name for arm in race.arms if arm.warm is not arm.result.warm]:
         notes.append(f"The warm start shown for {', '.join(copied)} is its copy's.")
-    few = [arm.name for arm in timed if len(race.samples(arm)) < stats.MIN_ROUNDS]
-    if few:
+    if few := [arm.name for arm in timed if len(race.samples(arm)) < stats.MIN_ROUNDS]:
         notes.append(f"Fewer than {stats.MIN_ROUNDS} rounds, so no interval: {', '.join(few)}.")
     apart = [arm for arm in timed if (ratio := race.speedup(arm, race.reference)) and not ratio.paired]
     if apart:
         notes.append(f"Not raced in the reference's rounds, compared unpaired: {', '.join(a.name for a in apart)}.")
-    missed = [arm.name for arm in timed if _missed(arm)]
-    if missed:
+    if missed := [arm.name for arm in timed if _missed(arm)]:
         notes.append(f"The warm start of these missed a cache and compiled something anew: {', '.join(missed)}.")
-    warm = [arm.name for arm in race.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]
-    if warm:
+    if warm := [arm.name for arm in race.arms if (c := arm.result.cold) and c.cache_empty_at_start is False]:
         notes.append(f"Their caches were not empty, so these have no cold figure: {', '.join(warm)}.")
     notes += [f"! {arm.name}: {arm.result.reason}." for arm in timed if arm.result.reason]
     if wrong := [arm.name for arm in race.arms if arm.wrong]:

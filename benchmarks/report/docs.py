@@ -308,8 +308,9 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
     notes = []
     if worst is not None:
         race, arm, _ = worst
+        wrong = ", with a wrong output" if arm.wrong else ""
         said = "" if spec.kind == "brief" else f": {cells.speedup_and_verdict(race, arm, race.best_shipped)}"
-        name = f"{named(race)}, {arm.name}{said}{cells.but_wrong(arm)}"
+        name = f"{named(race)}, {arm.name}{said}{wrong}"
         notes.append(f"Our worst result in {cells.race_count(len(everything))}: {name}.")
     origin = list(dict.fromkeys(race for race, _ in rows))
     if spec.kind == "brief":

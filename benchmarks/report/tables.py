@@ -82,11 +82,11 @@ def costs(race: MeasuredRace) -> Table:
         race.arms,
         {
             "compile s, cold / warm": lambda arm: cells.pair(cells.seconds(arm.result.cold), cells.seconds(arm.warm)),
-            "graphs / breaks / recompiles": lambda arm: cells.spaced(cells.compiler_counts(arm.result.counted)),
+            "graphs / breaks / recompiles": lambda arm: cells.compiler_counts(arm.result.counted),
             "kernels": cells.kernels,
             "memory MiB": cells.memory,
             "error": cells.error,
-            "break-even calls, cold / warm": lambda arm: cells.spaced(cells.break_even(race, arm)),
+            "break-even calls, cold / warm": lambda arm: cells.break_even(race, arm),
         },
     )
 
