@@ -69,15 +69,6 @@ def test_seeds(power_law: bool):
     assert not torch.equal(one.edge_index, other.edge_index) and not torch.equal(one.x, other.x)
 
 
-def test_what_cannot_be_made():
-    with pytest.raises(ValueError, match="no graph 'coral'; choose one of karate"):
-        graphs.load("coral")
-    with pytest.raises(ValueError, match="no graph 'karate-powerlaw'"):
-        graphs.spec("karate-powerlaw")
-    with pytest.raises(ValueError, match="even number of edges"):
-        graphs.generate(GraphSpec(nodes=4, edges=3, features=1, classes=1, hub=1))
-
-
 # --- real formats ---
 
 

@@ -18,11 +18,7 @@ def families() -> list[str]:
 
 
 def load(name: str) -> Workload:
-    """The ``WORKLOAD`` of a family, or of a module given by its dotted name; it is imported here.
-
-    Raises:
-        ValueError: If there is no such family.
-    """
+    """The ``WORKLOAD`` of a family, or of a module by its dotted name, imported here; ValueError if there is none."""
     if "." not in name and name not in families():
         raise ValueError(f"there is no family {name!r}; choose one of {', '.join(families())}")
     workload: Workload = importlib.import_module(name if "." in name else f"benchmarks.families.{name}").WORKLOAD

@@ -215,8 +215,7 @@ class Workload:
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """What :meth:`build` returns. Called in the worker process only.
 
-        Raises:
-            ValueError: If the case is one that :meth:`refuses` names.
+        ValueError if the case is one that :meth:`refuses` names.
         """
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")

@@ -85,16 +85,9 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """The task called ``BxT``, ``skewed-BxT``, ``epoch-BxT`` or ``epoch-static-BxT``.
-
-    Raises:
-        ValueError: If the name is none of them.
-    """
+    """The task called ``BxT``, ``skewed-BxT``, ``epoch-BxT`` or ``epoch-static-BxT``."""
     found = _INPUT.fullmatch(name)
-    if found is None or int(found["batch"]) < 1 or int(found["length"]) < 2:
-        raise ValueError(
-            f"input {name!r} is not BATCHxTOKENS (2 or more), by itself or after skewed-, epoch- or epoch-static-"
-        )
+    assert found is not None, name
     return Task(batch=int(found["batch"]), length=int(found["length"]), kind=found["kind"])
 
 

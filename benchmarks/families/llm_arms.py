@@ -86,17 +86,9 @@ class Task:
 
 
 def task_of(name: str) -> Task:
-    """The task called ``decode-BxS``, ``prefill-BxT``, ``answer-BxT`` or ``BxT``.
-
-    Raises:
-        ValueError: If the name is none of them.
-    """
+    """The task called ``decode-BxS``, ``prefill-BxT``, ``answer-BxT`` or ``BxT``."""
     found = _INPUT.fullmatch(name)
-    if found is None or int(found["batch"]) < 1 or int(found["length"]) < (4 if found["kind"] else 2):
-        raise ValueError(
-            f"input {name!r} is none of decode-BATCHxSLOTS, prefill-BATCHxTOKENS and answer-BATCHxTOKENS (4 or more), "
-            "and no BATCHxTOKENS (2 or more)"
-        )
+    assert found is not None, name
     return Task(kind=found["kind"], batch=int(found["batch"]), length=int(found["length"]))
 
 

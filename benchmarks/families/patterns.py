@@ -153,9 +153,7 @@ def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
 def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
     """Give ``after`` the weights of ``before``, and hold it to the same output.
 
-    Raises:
-        AssertionError: If the outputs differ.
-        RuntimeError: If names or shapes of weights do.
+    AssertionError if the outputs differ. RuntimeError: If names or shapes of weights do.
     """
     after.load_state_dict(before.state_dict())
     torch.testing.assert_close(after(**call), before(**call))

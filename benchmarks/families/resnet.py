@@ -56,7 +56,6 @@ REFERENCE_IMAGES = 16
 _STEM = 64
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
 _MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?")
-_INPUT = re.compile(r"(?P<batch>\d+)x(?P<size>\d+)")
 
 
 class ResNetWorkload(Workload):
@@ -149,15 +148,9 @@ class ResNetWorkload(Workload):
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Images and their pixels a side.
-
-    Raises:
-        ValueError: If the name is not ``<batch>x<size>``.
-    """
-    found = _INPUT.fullmatch(input)
-    if found is None or int(found["batch"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not BATCHxPIXELS")
-    return int(found["batch"]), int(found["size"])
+    """Images and their pixels a side."""
+    batch, _, size = input.partition("x")
+    return int(batch), int(size)
 
 
 def _parts(model: str) -> dict[str, str | None]:

@@ -5,7 +5,6 @@ Shape legend: B rows, C channels, H × W pixels, L tokens of the text, D its wid
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from benchmarks.families.base import (
     Training,
     Workload,
     autocast_of,
+    converted,
     draw,
     dtype_of,
     timed,
@@ -64,7 +64,6 @@ SQUARES = 4
 _STEPS, _FIRST, _LAST = 1000, 0.00085, 0.012
 # Of training's reference: each weight has a gradient and two moments.
 _COPIES = 4
-_INPUT = re.compile(r"(?P<run>loop-|pipeline-)?(?P<count>\d+)x(?P<size>\d+)x(?P=size)")
 
 
 class UNetWorkload(Workload):
@@ -137,7 +136,7 @@ class UNetWorkload(Workload):
                 with timed("fused projections", preparation, case.device):
                     unet_arms.fuse_projections(model)
         if _is_run(case):
-            return prepare_run(case, model.eval(), config, weights, batch, size, preparation=preparation)
+            return prepare_run(case, model.eval(), config, weights, batch, size, preparation)
         inputs = unet_arms.draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision, training = unet_arms.reference_dtype(config), case.workload == "train"
         prepared = Prepared(
@@ -163,15 +162,9 @@ class UNetWorkload(Workload):
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Rows, or steps of a run, and pixels a side.
-
-    Raises:
-        ValueError: If the name is not ``BxHxW``, ``loop-NxHxW`` or ``pipeline-NxHxW`` of a square.
-    """
-    found = _INPUT.fullmatch(input)
-    if found is None or int(found["count"]) < 1 or int(found["size"]) < 1:
-        raise ValueError(f"input {input!r} is not ROWSxPIXELSxPIXELS, or loop- or pipeline-STEPSxPIXELSxPIXELS")
-    return int(found["count"]), int(found["size"])
+    """Rows, or steps of a run, and pixels a side."""
+    count, size, _ = input.rpartition("-")[2].split("x")
+    return int(count), int(size)
 
 
 def _is_run(case: Case) -> bool:
@@ -201,19 +194,13 @@ class ZooLoop(nn.Module):
 
         Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
         """
-        text, negative = prompt_embeds, negative_prompt_embeds
-        if pooled_prompt_embeds is None:
-            return self.sampler(text, negative, latents=latents)
-        assert negative_pooled_prompt_embeds is not None
-        _, time_ids = unet_arms.added_conditions(self.unet.config, 1, self.size, text.device)
-        sizes = time_ids.to(text.dtype)
-        return self.sampler(
-            text,
-            negative,
-            latents=latents,
-            added={"text_embeds": pooled_prompt_embeds, "time_ids": sizes},
-            negative_added={"text_embeds": negative_pooled_prompt_embeds, "time_ids": sizes},
-        )
+        added: dict[str, Any] = {}
+        if pooled_prompt_embeds is not None:
+            _, time_ids = unet_arms.added_conditions(self.unet.config, 1, self.size, latents.device)
+            sizes = time_ids.to(prompt_embeds.dtype)
+            added["added"] = {"text_embeds": pooled_prompt_embeds, "time_ids": sizes}
+            added["negative_added"] = {"text_embeds": negative_pooled_prompt_embeds, "time_ids": sizes}
+        return self.sampler(prompt_embeds, negative_prompt_embeds, latents=latents, **added)
 
     def capture(self) -> None:
         """Let the sampler capture a step in the next call."""
@@ -234,30 +221,19 @@ class PipelineLoop(nn.Module):
 
         self.unet, self.steps, self.size = unet, steps, size
         scheduler = EulerDiscreteScheduler(**{key: value for key, value in SCHEDULER.items() if key[0] != "_"})
-        self.pipeline: Any
+        kind, parts = StableDiffusionPipeline, ["vae", "text_encoder", "tokenizer"]
+        options = {"requires_safety_checker": False, "safety_checker": None, "feature_extractor": None}
         if unet.config.addition_embed_type is not None:
-            parts = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-            self.pipeline = StableDiffusionXLPipeline(
-                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, add_watermarker=False
-            )
-        else:
-            parts = ("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor")
-            self.pipeline = StableDiffusionPipeline(
-                **dict.fromkeys(parts), unet=unet, scheduler=scheduler, requires_safety_checker=False
-            )
+            kind, options = StableDiffusionXLPipeline, {"add_watermarker": False}
+            parts += ["text_encoder_2", "tokenizer_2"]
+        self.pipeline: Any = kind(**dict.fromkeys(parts), unet=unet, scheduler=scheduler, **options)
         self.pipeline.set_progress_bar_config(disable=True)
 
     def forward(self, **inputs: Tensor) -> Tensor:
         """As ``ZooLoop``'s, in the dtype of the model."""
-        found: Tensor = self.pipeline(
-            **inputs,
-            num_inference_steps=self.steps,
-            guidance_scale=GUIDANCE,
-            height=self.size * _SCALE,
-            width=self.size * _SCALE,
-            output_type="latent",
-            return_dict=False,
-        )[0]
+        pixels = self.size * _SCALE
+        how = {"num_inference_steps": self.steps, "guidance_scale": GUIDANCE, "height": pixels, "width": pixels}
+        found: Tensor = self.pipeline(**inputs, **how, output_type="latent", return_dict=False)[0]
         return found
 
     def capture(self) -> None:
@@ -266,15 +242,9 @@ class PipelineLoop(nn.Module):
 
 
 def prepare_run(
-    case: Case,
-    model: nn.Module,
-    config: UNetConfig,
-    weights: SeededWeights,
-    steps: int,
-    size: int,
-    *,
+    case: Case, model: nn.Module, config: UNetConfig, weights: SeededWeights, steps: int, size: int,
     preparation: Mapping[str, float],
-) -> Prepared:
+) -> Prepared:  # fmt: skip
     """Build the run around a model."""
     device, dtype = weights.device, weights.dtype
     text = (1, unet_arms.TOKENS, config.cross_attention_dim)
@@ -303,9 +273,7 @@ def prepare_run(
     def reference() -> Tensor:
         theirs = unet_arms.reference_model(config, weights, precision)
         with unet_arms.in_full_float32():
-            found: Tensor = PipelineLoop(theirs, steps, size)(
-                **{name: tensor.to(precision) for name, tensor in inputs.items()}
-            )
+            found: Tensor = PipelineLoop(theirs, steps, size)(**converted(inputs, case.device, precision))
         return found
 
     return Prepared(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from benchmarks.families.base import SeededWeights, count_flops, draw, parameters_of
+from benchmarks.families.base import SeededWeights, converted, count_flops, draw, parameters_of
 from zoo.unet import UNet, UNetConfig
 from zoo.unet.convert import upstream_config
 
@@ -92,24 +93,17 @@ def reference_output(
     """Eager upstream in another precision on these weights, a row at a time: [B, C_out, H, W]."""
     model = reference_model(config, weights, dtype)
 
-    def row(value: Any, index: int) -> Any:
-        if isinstance(value, Mapping):
-            return {name: row(inner, index) for name, inner in value.items()}
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        part = value[index : index + 1]
-        return part.to(dtype) if part.is_floating_point() else part
+    def row(index: int) -> dict[str, Any]:
+        one = tree_map_only(Tensor, lambda value: value[index : index + 1] if value.dim() else value, dict(inputs))
+        return converted(one, inputs["sample"].device, dtype)
 
     with in_full_float32():
-        rows = range(inputs["sample"].shape[0])
-        return torch.cat([model(**{name: row(value, i) for name, value in inputs.items()})[0] for i in rows])
+        return torch.cat([model(**row(index))[0] for index in range(inputs["sample"].shape[0])])
 
 
-@contextmanager
-def in_full_float32() -> Iterator[None]:
+def in_full_float32() -> AbstractContextManager[None]:
     """Convolutions without TF32, which the harness' switch for products leaves as it is."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        yield
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def draw_inputs(

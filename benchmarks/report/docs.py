@@ -76,8 +76,7 @@ class Spec:
 def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[Spec], str]) -> str:
     """The text with every block made anew.
 
-    Raises:
-        ValueError: Naming the line, on a marker without its end or one that cannot be made.
+    ValueError naming the line, on a marker without its end or one that cannot be made.
     """
     lines = text.split("\n")
     made: list[str] = []
@@ -123,8 +122,7 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
     """The files themselves, and every ``*.md`` below the folders.
 
-    Raises:
-        FileNotFoundError: On a path that is not there, or a folder without Markdown, of which nothing could be said.
+    FileNotFoundError on a path that is not there, or a folder without Markdown, of which nothing could be said.
     """
     files = []
     for path in paths:
@@ -143,8 +141,7 @@ def markdown_files(paths: Iterable[Path]) -> list[Path]:
 def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
     """The text of a Markdown file or the picture, as it is and as it follows from the rows.
 
-    Raises:
-        ValueError: Naming file and line, if a block cannot be made.
+    ValueError naming file and line, if a block cannot be made.
     """
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:

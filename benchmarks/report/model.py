@@ -386,8 +386,7 @@ UPSTREAM = {
 def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
     """Races that the options name (commas separate alternatives), of the newest torch on the one device there is.
 
-    Raises:
-        ValueError: If rows of several devices match.
+    ValueError if rows of several devices match.
     """
     chosen = [race for race in shown if all(option(race, key) in value.split(",") for key, value in wanted.items())]
     devices = sorted({(option(race, "gpu"), race.case.device) for race in chosen})
