@@ -173,14 +173,10 @@ def expand(
 ) -> tuple[list[Case], Mapping[str, str]]:
     """All arms of all races, each race with its A/A control last; and why arms were left out, by case key.
 
-    ``--dynamic`` asks for a twin of every compiled arm, so a twin that cannot exist is left out silently, unless a
-    pattern of ``only`` names it and not its static arm, or no dynamic arm is left at all.
-
-    Args:
-        bases: One case per race: its model, input, workload, dtype and device.
-        refuses: The workload's own refusals.
-        only: Shell patterns such as ``"zoo *"``; an arm's name must match one of them, if there are any.
-        options: As ``arms_of`` takes them.
+    ``bases`` are a case per race, ``only`` shell patterns such as ``"zoo *"`` that names of arms must match, if there
+    are any, and ``options`` those of ``arms_of``. ``--dynamic`` asks for a twin of every compiled arm, so a twin that
+    cannot exist is left out silently, unless a pattern of ``only`` names it and not its static arm, or no dynamic arm
+    is left at all.
     """
     cases: list[Case] = []
     refused: dict[str, str] = {}
@@ -249,13 +245,12 @@ def merged(commands: Iterable[str]) -> list[str]:
 def _parse(command: str) -> tuple[tuple[str, ...], dict[str, list[str]], Arms]:
     """The words that must agree, a mark where the first list stood; the values of the lists; the dynamic arms."""
     words = tuple(shlex.split(command))
-    lists: dict[str, list[str]] = {}
     if words[:3] != PROGRAM:
-        return words, lists, None
-    dynamic = DYNAMIC in words
+        return words, {}, None
+    dynamic, rest = DYNAMIC in words, iter(words)
+    lists: dict[str, list[str]] = {}
     fixed: list[str] = []
     arms: list[str] = []
-    rest = iter(words)
     for word in rest:
         if word in LISTS:
             lists.setdefault(word, []).extend(next(rest, "").split(","))

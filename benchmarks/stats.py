@@ -91,25 +91,19 @@ def paired_ratio(
 
     What slows a whole round (a clock that drops, a busy neighbour) cancels out of its ratio, which makes the interval
     narrower than that of two separate medians. ``reference_rounds`` and ``arm_rounds`` number the samples of each; both
-    must have run in the same rounds, in any order.
-
-    Raises:
-        ValueError: On empty or non-finite samples, or if the rounds do not match.
+    must have run in the same rounds, in any order, or a ValueError says which were not.
     """
     sides = []
     for what, samples, rounds in (("reference", reference, reference_rounds), ("arm", arm, arm_rounds)):
         array = _checked(samples, what)
-        if array.size != len(rounds):
-            raise ValueError(f"{what}: {array.size} samples but {len(rounds)} round numbers; each sample needs one")
-        by_round = dict(zip(rounds, array.tolist(), strict=True))
-        if len(by_round) != len(rounds):
-            twice = next(number for number in rounds if list(rounds).count(number) > 1)
-            raise ValueError(f"{what}: round {twice} occurs twice; number the rounds on across sets of processes")
-        sides.append(by_round)
+        if array.size != len(set(rounds)):
+            raise ValueError(f"{what}: {array.size} samples but {len(set(rounds))} rounds; each sample needs its own")
+        sides.append(dict(zip(rounds, array.tolist(), strict=True)))
     first, second = sides
     if lonely := sorted(first.keys() ^ second.keys()):
-        shown = ", ".join(map(str, lonely[:5])) + (" ..." if len(lonely) > 5 else "")
-        raise ValueError(f"rounds {shown} have a sample of one arm only; pair common rounds or use unpaired_ratio")
+        raise ValueError(
+            f"rounds {', '.join(map(str, lonely))} are of one arm only; pair common ones or use unpaired_ratio"
+        )
     ratios = np.array([first[number] / second[number] for number in sorted(first)])
     few = ratios.size < MIN_ROUNDS
     low, high = (0.0, math.inf) if few else _interval(_resampled_medians(ratios, _seeded()))
@@ -191,9 +185,8 @@ def utilisation(
     A fraction above 1 is kept: it says that bytes or peak are counted wrong, or that a cache served them.
     """
     seconds = float(_checked([milliseconds], "utilisation")[0]) / 1e3
-    least = []
-    for amount, peak in ((bytes, peak_bandwidth), (flops, peak_flops)):
-        least.append(None if amount is None or peak is None else amount / peak)
+    pairs = ((bytes, peak_bandwidth), (flops, peak_flops))
+    least = [None if amount is None or peak is None else amount / peak for amount, peak in pairs]
     known = [floor for floor in least if floor is not None]
     floor = max(known, default=0.0)
     return Utilisation(

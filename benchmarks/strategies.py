@@ -57,7 +57,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
             if prepared.compile_regions is not None:
                 compiled = prepared.compile_regions(model, mode=mode, dynamic=dynamic, backend=backend())
                 return model if compiled is None else compiled
-            if case.impl not in ("zoo", "own"):
+            if case.impl != "zoo":
                 raise ValueError(f"{case.impl} has no way to compile its regions: Prepared.compile_regions is None")
             zoo.compile_regions(model, mode=mode, dynamic=bool(dynamic), backend=backend())
             if prepared.training is not None and prepared.training.after_compile is not None:
@@ -74,16 +74,13 @@ def mark_nested_regions(model: nn.Module) -> None:
 
     The wrapper goes onto a class and not onto a bound method, which ``nested_compile_region`` does not take.
     """
-    wanted = {region.cls for region in declared_regions(model)}
-    if not wanted:
-        raise ValueError(f"{type(model).__name__} declares no regions; hierarchical needs them")
     nested = {
         cls: type(cls.__name__, (cls,), {"forward": torch.compiler.nested_compile_region(cls.forward)})
-        for cls in wanted
+        for cls in {region.cls for region in declared_regions(model)}
     }
-    found = [module for module in model.modules() if type(module) in wanted]
+    found = [module for module in model.modules() if type(module) in nested]
     if not found:
-        raise ValueError(f"none of the regions of {type(model).__name__} occurs in the model")
+        raise ValueError(f"{type(model).__name__} has no declared regions; hierarchical needs them")
     for module in found:
         module.__class__ = nested[type(module)]
 

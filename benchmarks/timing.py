@@ -37,6 +37,11 @@ class Timed:
     wall_ms: float
     device_ms: float | None
 
+    @property
+    def milliseconds(self) -> float:
+        """By the device's clock where there is one."""
+        return self.wall_ms if self.device_ms is None else self.device_ms
+
 
 def synchronise(device: str) -> None:
     """Wait for the device; nothing on a CPU."""
@@ -55,8 +60,6 @@ def once(step: Step, device: str) -> float:
 
 def back_to_back(step: Step, device: str, calls: int) -> Timed:
     """Time ``calls`` calls that follow each other without a synchronisation between them."""
-    if calls < 1:
-        raise ValueError(f"calls is {calls}, expected at least 1")
     synchronise(device)
     if device == "cpu":
         began = time.perf_counter()
@@ -114,7 +117,7 @@ def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
         each = float("inf")
         for _ in range(3):
             timed = back_to_back(step, device, calls)
-            each = min(each, timed.wall_ms, float("inf") if timed.device_ms is None else timed.device_ms)
+            each = min(each, timed.wall_ms, timed.milliseconds)
             if each * calls >= _NO_STALL * milliseconds:
                 break
         if each * calls >= milliseconds:
@@ -178,8 +181,7 @@ def _best_seconds(step: Callable[[], Any], device: str, budget: float) -> float:
     calls = calibrate(step, device)
     best = float("inf")
     while True:
-        timed = back_to_back(step, device, calls)
-        best = min(best, timed.wall_ms if timed.device_ms is None else timed.device_ms)
+        best = min(best, back_to_back(step, device, calls).milliseconds)
         if time.perf_counter() - began > budget:
             return best / 1e3
 
@@ -189,13 +191,9 @@ def _best_seconds(step: Callable[[], Any], device: str, budget: float) -> float:
 
 def gpu_kernels(events: Iterable[Any]) -> list[Any]:
     """The profiler's events of kernels that ran on a GPU, without copies and fills."""
-    return [
-        event
-        for event in events
-        if event.device_type.name == "CUDA"
-        and not getattr(event, "is_user_annotation", False)
-        and not event.name.startswith(("Memcpy", "Memset"))
-    ]
+    on_gpu = (event for event in events if event.device_type.name == "CUDA")
+    ran = (event for event in on_gpu if not getattr(event, "is_user_annotation", False))
+    return [event for event in ran if not event.name.startswith(("Memcpy", "Memset"))]
 
 
 def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[Kernel], Kernel | None]:

@@ -394,7 +394,7 @@ def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
         (make_table, "rase model=gcn input=cora", "no table 'rase'; did you mean 'race'"),
         (make_table, "race model=gcn", "give model=... input=..."),
         (make_table, 'race model=gcn input=cora arm="zoo regional"', "no option 'arm'"),
-        (make_table, "kernels model=gcn input=cora", "kernels are those of one arm; give model=... input=... arm="),
+        (make_table, "kernels model=gcn input=cora", "kernels is of one arm; give model=... input=... arm="),
         (
             make_table,
             'kernels model=gcn input=cora arm="zoo regionl"',

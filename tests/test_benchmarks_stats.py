@@ -59,9 +59,9 @@ def test_too_few_rounds_give_no_interval() -> None:
 @pytest.mark.parametrize(
     ("reference_rounds", "arm_rounds", "said"),
     [
-        ([0, 1, 2], [0, 1], "reference: 2 samples but 3 round numbers"),
-        ([0, 1], [0, 2], "rounds 1, 2 have a sample of one arm only"),
-        ([0, 0], [0, 1], "reference: round 0 occurs twice"),
+        ([0, 1, 2], [0, 1], "reference: 2 samples but 3 rounds"),
+        ([0, 1], [0, 2], "rounds 1, 2 are of one arm only"),
+        ([0, 0], [0, 1], "reference: 2 samples but 1 rounds"),
     ],
 )
 def test_mismatched_rounds(reference_rounds: list[int], arm_rounds: list[int], said: str) -> None:

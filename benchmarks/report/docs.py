@@ -38,7 +38,7 @@ from benchmarks.report.model import (
 )
 
 PICTURE = "compile-and-call.svg"
-MACHINE = ("gpu", "torch")
+MACHINE, OF_RACE = ("gpu", "torch"), (*SELECTING, "extra")
 DEFAULTS = {"workload": "inference", "dtype": "float32"}
 NOT_YET = "not measured yet"
 
@@ -181,53 +181,31 @@ def drift(paths: list[Path], rows: Rows) -> str:
 
 def make_table(spec: Spec, rows: Rows) -> str:
     """The Markdown of a table block. ValueError on an unknown kind or option, or one that selects several races."""
-    if spec.kind == "claims":
-        _refuse_options(spec, ())
-        made = claims.page(rows)
-        return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), made)  # of the claims' notes
-    if spec.kind == "front":
-        _refuse_options(spec, MACHINE)
-        first = _first_races(spec.options, rows)
-        on = dict.fromkeys(race.machine for race in first.values() if race is not None)
-        said = f"\n\n{'; '.join(on)}; bfloat16 unless a name says float32." if on else ""
-        return tables.markdown(*tables.front(first)) + said
-    if spec.kind in ("headline", "brief"):
-        _refuse_options(spec, SELECTING)
-        return _headline(spec, races_of(rows))
-    if spec.kind == "startup":
-        _refuse_options(spec, SELECTING)
-        return deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
-    if spec.kind == "arms":
-        _refuse_options(spec, ("extra",))
-        shown = _races(spec, rows)
-        return f"{tables.markdown(*tables.arms(shown))}\n\n{_origin(shown)}"
-    makers: dict[str, Callable[[MeasuredRace], str]] = {
-        "race": _race,
-        "compile": _compile,
-        "decomposition": lambda race: tables.markdown(*tables.decomposition(race)),
-        "losses": _losses,
-        "kernels": lambda race: _kernels(race, _arm(race, spec.options["arm"])),
-    }
-    if spec.kind not in makers:
-        known = ("front", "headline", "brief", "claims", "startup", "arms", *makers)
-        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, known)}")
-    of_arm = spec.kind == "kernels"
-    _refuse_options(spec, (*SELECTING, "extra", "arm") if of_arm else (*SELECTING, "extra"))
-    if of_arm and not {"model", "input", "arm"} <= spec.options.keys():
-        raise ValueError('kernels are those of one arm; give model=... input=... arm="zoo regional"')
-    if not {"model", "input"} <= spec.options.keys():
-        raise ValueError(f"a {spec.kind} table shows one race; give model=... input=...")
+    if spec.kind not in TABLES:
+        raise ValueError(f"there is no table {spec.kind!r}; {did_you_mean(spec.kind, TABLES)}")
+    options, make = TABLES[spec.kind]
+    _refuse_options(spec, options)
+    return make(spec, rows)
+
+
+def _claims(spec: Spec, rows: Rows) -> str:
+    return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), claims.page(rows))  # of the claims' notes
+
+
+def _starts(spec: Spec, rows: Rows) -> str:
+    return deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
+
+
+def _arms(spec: Spec, rows: Rows) -> str:
     shown = _races(spec, rows)
-    if spec.kind == "decomposition":
-        apart = tuple(race for race in extra_races(rows) if tables.separates_kernels(race))
-        shown = apart if _select(spec, apart) else shown
-    race = _single(spec, shown)
-    if race is None:
-        return _nothing(spec)
-    made = makers[spec.kind](race)
-    if spec.kind in ("losses", "kernels"):  # the first stands below a table of the same race
-        return made
-    return "\n\n".join([made, " ".join(cells.notes(race)), _origin([race])])
+    return f"{tables.markdown(*tables.arms(shown))}\n\n{_origin(shown)}"
+
+
+def _front(spec: Spec, rows: Rows) -> str:
+    first = _first_races(spec.options, rows)
+    on = dict.fromkeys(race.machine for race in first.values() if race is not None)
+    said = f"\n\n{'; '.join(on)}; bfloat16 unless a name says float32." if on else ""
+    return tables.markdown(*tables.front(first)) + said
 
 
 def _first_races(options: Mapping[str, str], rows: Rows) -> dict[str, MeasuredRace | None]:
@@ -255,8 +233,14 @@ def _select(spec: Spec, shown: Sequence[MeasuredRace], *, ignore: tuple[str, ...
     return select({key: said[key] for key in SELECTING if key in said and key not in ignore}, shown)
 
 
-def _single(spec: Spec, shown: Sequence[MeasuredRace]) -> MeasuredRace | None:
-    chosen = _select(spec, shown)
+def _single(spec: Spec, rows: Rows, *needs: str) -> MeasuredRace | None:
+    """The one race that the options name, or None; ValueError if one that it needs is missing."""
+    if not {"model", "input", *needs} <= spec.options.keys():
+        arm = ' arm="zoo regional"' if needs else ""
+        raise ValueError(f"{spec.kind} is of one {'arm' if needs else 'race'}; give model=... input=...{arm}")
+    chosen = _select(spec, _races(spec, rows))
+    if spec.kind == "decomposition":
+        chosen = _select(spec, [race for race in extra_races(rows) if tables.separates_kernels(race)]) or chosen
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} races match: {'; '.join(race.title for race in chosen)}; give more options")
     return chosen[0] if chosen else None
@@ -286,17 +270,18 @@ def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
     return f"{machines(shown)}. Measure it again:\n\n```sh\n{commands}\n```"
 
 
-def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
+def _headline(spec: Spec, rows: Rows) -> str:
     """A row per race and the worst one; ``brief`` fits a phone, and leaves commands and intervals to the other."""
+    shown = races_of(rows)
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
     # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
     everything = _select(spec, shown, ignore=("model", "input"))
     worst = tables.worst_row(everything)
-    rows = tables.with_worst(chosen, worst)
+    lines = tables.with_worst(chosen, worst)
     # Lists of these make rows of one model and input that nothing else tells apart.
-    differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in rows}) > 1]
+    differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in lines}) > 1]
 
     def named(race: MeasuredRace) -> str:
         said = [option(race, key) for key in ("model", "input", *differ)]
@@ -309,17 +294,17 @@ def _headline(spec: Spec, shown: Sequence[MeasuredRace]) -> str:
         said = "" if spec.kind == "brief" else f": {cells.speedup_and_verdict(race, arm, race.best_shipped)}"
         name = f"{named(race)}, {arm.name}{said}{wrong}"
         notes.append(f"Our worst result in {cells.race_count(len(everything))}: {name}.")
-    origin = list(dict.fromkeys(race for race, _ in rows))
+    origin = list(dict.fromkeys(race for race, _ in lines))
     if spec.kind == "brief":
-        lines = [
+        brief = [
             [named(race) + (f", {arm.name}" if arm and arm is not race.ours else ""), *tables.brief_row(race, arm)]
-            for race, arm in rows
+            for race, arm in lines
         ]
-        body = tables.markdown(tables.BRIEF, lines)
+        body = tables.markdown(tables.BRIEF, brief)
         measured_on = "; ".join(dict.fromkeys(race.machine for race in origin))
         return "\n\n".join([body, " ".join([*notes, f"{measured_on}."])])
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
-    body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in rows])
+    body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in lines])
     return "\n\n".join([body, " ".join(notes), _origin(origin)])
 
 
@@ -350,7 +335,22 @@ def _losses(race: MeasuredRace) -> str:
     return tables.markdown(*table) if table else "No curves; give `--curve` steps."
 
 
-def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
+def _of_race(make: Callable[[MeasuredRace], str], *, alone: bool = False) -> Callable[[Spec, Rows], str]:
+    """A table of one race; ``alone`` without notes and commands, below a table of the same race."""
+
+    def table(spec: Spec, rows: Rows) -> str:
+        if (race := _single(spec, rows)) is None:
+            return _nothing(spec)
+        below = [] if alone else [" ".join(cells.notes(race)), _origin([race])]
+        return "\n\n".join([make(race), *below])
+
+    return table
+
+
+def _kernels(spec: Spec, rows: Rows) -> str:
+    if (race := _single(spec, rows, "arm")) is None:
+        return _nothing(spec)
+    arm = _arm(race, spec.options["arm"])
     if isinstance(arm, Result):
         return f"{arm.case.arm}: {arm.status}."
     command, work = arm.result.command, arm.result.work
@@ -363,6 +363,22 @@ def _kernels(race: MeasuredRace, arm: MeasuredArm | Result) -> str:
     return "\n\n".join([tables.markdown(*tables.kernels(work)), note, _origin([race], command)])
 
 
+# By kind: the options that it takes, and its Markdown.
+TABLES: dict[str, tuple[Sequence[str], Callable[[Spec, Rows], str]]] = {
+    "front": (MACHINE, _front),
+    "headline": (SELECTING, _headline),
+    "brief": (SELECTING, _headline),
+    "claims": ((), _claims),
+    "startup": (SELECTING, _starts),
+    "arms": (("extra",), _arms),
+    "race": (OF_RACE, _of_race(_race)),
+    "compile": (OF_RACE, _of_race(_compile)),
+    "decomposition": (OF_RACE, _of_race(lambda race: tables.markdown(*tables.decomposition(race)))),
+    "losses": (OF_RACE, _of_race(_losses, alone=True)),
+    "kernels": ((*OF_RACE, "arm"), _kernels),
+}
+
+
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
@@ -370,11 +386,8 @@ def make_value(spec: Spec, rows: Rows) -> str:
     """The text of a value block: a measured figure with its unit. ValueError on an unknown figure, option or arm."""
     if spec.kind not in VALUES:
         raise ValueError(f"there is no value {spec.kind!r}; {did_you_mean(spec.kind, VALUES)}")
-    _refuse_options(spec, (*SELECTING, "extra", "arm", "against"))
-    if not {"model", "input", "arm"} <= spec.options.keys():
-        raise ValueError('a value belongs to one arm; give model=... input=... arm="zoo regional"')
-    race = _single(spec, _races(spec, rows))
-    if race is None:
+    _refuse_options(spec, (*OF_RACE, "arm", "against"))
+    if (race := _single(spec, rows, "arm")) is None:
         return NOT_YET
     found = _arm(race, spec.options["arm"])
     if isinstance(found, Result):
