@@ -156,19 +156,14 @@ class Workload:
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """Build the model and the inputs of a case that is not refused, on its device.
 
-        Args:
-            case: What to build.
-            data_root: Folder of real data sets, or None.
-            seed: Seed of weights and inputs: the same in every arm of a race.
+        ``data_root`` is a folder of real data sets, ``seed`` that of weights and inputs, the same in a race's arms.
         """
         raise NotImplementedError
 
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory of the case in bytes, without what the process itself takes.
 
-        Args:
-            case: What to estimate.
-            reference: Whether this arm computes the reference as well. One arm of a race does while the others wait.
+        ``reference`` says whether this arm computes the reference as well: one of a race does while the others wait.
         """
         raise NotImplementedError
 
@@ -198,11 +193,8 @@ class Workload:
         ):
             if value not in known:
                 return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
-        if reason := refusal(case) or self.cannot(case):
-            return reason
-        if case.workload == "train" and case.dtype == "float16" and self.autocasts:
-            return UNSCALED
-        return None
+        unscaled = case.workload == "train" and case.dtype == "float16" and self.autocasts
+        return refusal(case) or self.cannot(case) or (UNSCALED if unscaled else None)
 
     def memory_bytes(self, case: Case) -> int:
         """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated."""
@@ -213,10 +205,7 @@ class Workload:
         return self.estimate(case, reference=False) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """What :meth:`build` returns. Called in the worker process only.
-
-        ValueError if the case is one that :meth:`refuses` names.
-        """
+        """What :meth:`build` returns, in the worker process; ValueError on a case that :meth:`refuses` names."""
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
         return self.build(case, data_root=data_root, seed=seed)
@@ -337,9 +326,8 @@ def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, de
 class SeededWeights(Mapping[str, Tensor]):
     """Weights of ``model`` under its names, each drawn when it is asked for; tied ones once.
 
-    Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows.
-
-    The same seed gives the same weights on the same kind of device.
+    Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows. The same
+    seed gives the same weights on the same kind of device.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -99,7 +99,7 @@ class BertWorkload(Workload):
         weights = SeededWeights(skeleton(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_arms.draw_inputs(config, given, seed=seed)
         preparation: dict[str, float] = {}
-        sizes: dict[str, int] = {}
+        sizes = {"batch": given.batch, "length": given.length, "tokens": given.tokens}
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
         model: nn.Module
         if case.impl == "zoo":
@@ -130,15 +130,7 @@ class BertWorkload(Workload):
             flops=bert_arms.flops(config, given.lengths()),
             data=f"generated ({filled if given.skewed else 'full rows'})",
             preparation_seconds=preparation,
-            sizes={
-                "batch": given.batch,
-                "length": given.length,
-                "tokens": given.tokens,
-                **sizes,
-                "layers": config.num_hidden_layers,
-                "width": config.hidden_size,
-                "parameters": parameters_of(Bert, config),
-            },
+            sizes=sizes | bert_arms.model_sizes(config),
             count=given.batch,
             unit="sequences",
         )
@@ -214,12 +206,7 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
         flops=sum(bert_arms.training_flops(config, rows) for rows in lengths) // len(lengths),
         data="generated (an epoch of log-normal lengths)" if asked.epoch else "generated (full rows)",
         preparation_seconds=batches.preparation(),
-        sizes={
-            **sizes,
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "parameters": parameters_of(Bert, config),
-        },
+        sizes=sizes | bert_arms.model_sizes(config),
         count=sizes["tokens"],
         unit="tokens",
         training=training,

@@ -163,9 +163,8 @@ class Batches:
 
     def checked(self, index: int) -> dict[str, Any]:
         """The batch of a step that is checked; of an epoch none of its own, and padded as far as any."""
-        return self.to_device(
-            self.arrange(draw_texts(self.config, self.task, seed=self.seed_of(-1 - index), longest=True))
-        )
+        texts = draw_texts(self.config, self.task, seed=self.seed_of(-1 - index), longest=True)
+        return self.to_device(self.arrange(texts))
 
     def arrange(self, texts: Texts) -> dict[str, Any]:
         """What the loss is called with, still on the host."""
@@ -243,10 +242,8 @@ def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
 class UpstreamStep(nn.Module):
     """One call of the library's model: of full rows all that it returns, of others what is pooled.
 
-    Args:
-        model: A model of :func:`build`.
-        ready_mask: Hand over the mask as attention takes it, which the library documents. By its own means it looks
-            at the mask in every call, and waits for the GPU, to find out whether it is needed.
+    ``ready_mask`` hands over the mask as attention takes it, which the library documents. By its own means it looks at
+    the mask in every call, and waits for the GPU, to find out whether it is needed.
     """
 
     def __init__(self, model: nn.Module, *, ready_mask: bool) -> None:
@@ -255,10 +252,10 @@ class UpstreamStep(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Ids and mask [B, T] -> hidden states [B, T, C] and pooled [B, C], or these alone."""
-        if attention_mask is not None and self.ready_mask:
-            output = self.model(input_ids, attention_mask=attention_mask.bool()[:, None, None])
-        else:
-            output = self.model(input_ids, attention_mask=attention_mask)
+        mask = attention_mask
+        if mask is not None and self.ready_mask:
+            mask = mask.bool()[:, None, None]
+        output = self.model(input_ids, attention_mask=mask)
         pooled: Tensor = output.pooler_output
         return pooled if attention_mask is not None else (output.last_hidden_state, pooled)
 
@@ -269,15 +266,20 @@ def reference_output(
 ) -> Tensor:
     """What a step returns, as one vector: eager upstream in float64 on these weights, some rows at a time."""
     step = UpstreamStep(build(config, weights).double(), ready_mask=False)
-    blocks = []
-    for start in range(0, input_ids.shape[0], REFERENCE_ROWS):
-        rows = slice(start, start + REFERENCE_ROWS)
-        output = step(input_ids[rows], None if mask is None else mask[rows])
-        blocks.append(output if isinstance(output, tuple) else (output,))
+    ids = input_ids.split(REFERENCE_ROWS)
+    masks = [None] * len(ids) if mask is None else mask.split(REFERENCE_ROWS)
+    outputs = [step(*rows) for rows in zip(ids, masks, strict=True)]
+    blocks = [output if isinstance(output, tuple) else (output,) for output in outputs]
     return torch.cat([torch.cat(parts).flatten() for parts in zip(*blocks, strict=True)])
 
 
 # --- what an encoder must do and move ---
+
+
+def model_sizes(config: BertConfig) -> dict[str, int]:
+    """What a reader needs to know of the model."""
+    layers, width = config.num_hidden_layers, config.hidden_size
+    return {"layers": layers, "width": width, "parameters": parameters_of(Bert, config)}
 
 
 def layer_weights(config: BertConfig) -> int:

@@ -40,6 +40,8 @@ LEARNING_RATE = 1e-2
 # What a batch that is not padded holds.
 _INPUTS = ("nodes", "edge_index", "seeds", "hop_nodes", "hop_edges")
 KINDS = ("gcn", "gat", "graphsage")
+# Bytes an edge while edges are sorted (by the generator, or for a CSR): keys, values, order and work space.
+_SORTING = 6 * 16
 
 
 class GnnWorkload(Workload):
@@ -78,8 +80,7 @@ class GnnWorkload(Workload):
         if case.input.endswith(SAMPLED):
             return sampled_memory(case, arch, nodes, edges, reference=reference)
         itemsize = weights_dtype(case).itemsize
-        # Raw edges, and while they are sorted (by the generator, or for a CSR) keys, values, order and work space.
-        sorting = 6 * 16 * edges
+        sorting = _SORTING * edges
         # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
         # self-loops).
         prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 28 if arch.self_loops else 12}[case.impl]
@@ -100,7 +101,6 @@ class GnnWorkload(Workload):
         return graph + dense + max(sorting, dense + messages)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build model and inputs on the device."""
         device, held = torch.device(case.device), weights_dtype(case)
         graph_name, features = case.input.removesuffix(SAMPLED), gnn_arms.width_of(case.model)
 
@@ -108,8 +108,8 @@ class GnnWorkload(Workload):
             return graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
 
         graph = load()
-        sizes = [(graph.nodes, graph.edges)]
         arch = architecture(case.model, graph_name, features=graph.x.size(1), classes=graph.classes)
+        sizes = [(graph.nodes, graph.edges)] * arch.layers
         shipped = gnn_arms.build(arch, seed=seed).to(device, held)
         x = graph.x.to(held)
         preparation: dict[str, float] = {}
@@ -132,9 +132,9 @@ class GnnWorkload(Workload):
             static=tuple(inputs),
             compile_regions=None if case.impl == "zoo" else compile_convs,
             reference=reference,
-            bytes=gnn_arms.bytes_moved(arch, sizes * arch.layers, dtype_of(case).itemsize),
+            bytes=gnn_arms.bytes_moved(arch, sizes, dtype_of(case).itemsize),
             bytes_formula=gnn_arms.BYTES_FORMULA,
-            flops=gnn_arms.flops(arch, sizes * arch.layers),
+            flops=gnn_arms.flops(arch, sizes),
             data=graph.data,
             preparation_seconds={} if what is None else {what: preparation[""]},
             sizes={
@@ -206,7 +206,6 @@ def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
 
 
 def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
-    """What inference prepares, made ready for training."""
     x = prepared.inputs["x"]
     inputs = {name: value for name, value in prepared.inputs.items() if name != "x"}
 
@@ -229,23 +228,19 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
 # --- sampled neighbourhoods ---
 
 
-def fanouts_of(arch: Architecture) -> tuple[int, ...]:
-    """Fewer neighbours hop by hop."""
-    return (15, 10, 5)[: arch.layers] if arch.layers <= 3 else (5,) * arch.layers
-
-
-def batch_size_of(nodes: int) -> int:
-    return 8 if nodes < 10_000 else 1024
+def drawing_of(arch: Architecture, nodes: int) -> tuple[tuple[int, ...], int]:
+    """Neighbours that are drawn, fewer hop by hop, and seeds of a batch."""
+    return (15, 10, 5)[: arch.layers], 8 if nodes < 10_000 else 1024
 
 
 def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSampler:
     """The sampler of every arm, on the host: seeds of a few batches."""
-    size = batch_size_of(graph.nodes)
+    fanouts, size = drawing_of(arch, graph.nodes)
     count = min(graph.nodes // size, BATCHES) * size
     seeds = torch.randperm(graph.nodes, generator=torch.Generator().manual_seed(seed))[:count]
     return NeighborSampler(
         graph.edge_index,
-        fanouts=fanouts_of(arch),
+        fanouts=fanouts,
         batch_size=size,
         seeds=seeds,
         num_nodes=graph.nodes,
@@ -289,16 +284,14 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
 
 def sampled_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
     """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch."""
-    size = batch_size_of(nodes)
-    met = frontier = size
-    drawn = 0
-    for fanout in fanouts_of(arch):
+    fanouts, met = drawing_of(arch, nodes)
+    frontier, drawn = met, 0
+    for fanout in fanouts:
         frontier = frontier * fanout
         met, drawn = met + frontier, drawn + frontier
     met, drawn = min(met, nodes), min(drawn, edges)
     features = 4 * nodes * (arch.features + (arch.classes or arch.hidden))
-    # Raw edges, and what it takes to sort them, as of the whole graph.
-    made = (16 + 6 * 16) * edges
+    made = (16 + _SORTING) * edges
     kept = 4 * edges + 12 * nodes if case.impl == "zoo" else 0
     # A batch in the bucket that holds all, once more in the buffers of a CUDA graph; its features, and its edges in
     # each layer, both ways.
@@ -333,7 +326,7 @@ class _Parts:
 
         return Training(
             loss=loss,
-            batch=lambda index: self._moved(self.sampler.batch(*self._place(index))),
+            batch=lambda index: self._moved(self.sampler.batch(*divmod(index, len(self.sampler)))),
             learning_rate=LEARNING_RATE,
             autocast=self.autocast,
             shapes=tuple(self._moved(self.sampler.padded_to(bucket)) for bucket in reversed(self.sampler.buckets)),
@@ -344,19 +337,13 @@ class _Parts:
     def plain(self, *, trimmed: bool = False) -> Training:
         """Of as many nodes and edges as were drawn, by the library's own loader where it can be had.
 
-        Args:
-            trimmed: Tell the model which hop met what, so that layers leave out what nobody reads, as the library's
-                documentation advises.
+        ``trimmed`` tells the model which hop met what, so that layers leave out what nobody reads, as the library's
+        documentation advises.
         """
 
         def loss(model: Any, batch: dict[str, Any]) -> Tensor:
             features = self.x[batch["nodes"]].to(next(model.parameters()).dtype)
-            hops = {}
-            if trimmed:
-                hops = {
-                    "num_sampled_nodes_per_hop": batch["hop_nodes"],
-                    "num_sampled_edges_per_hop": batch["hop_edges"],
-                }
+            hops = {f"num_sampled_{of}_per_hop": batch[f"hop_{of}"] for of in ("nodes", "edges") if trimmed}
             output = model(features, batch["edge_index"], **hops)
             return F.cross_entropy(output[: batch["seeds"]], self.labels[batch["nodes"][: batch["seeds"]]])
 
@@ -368,26 +355,22 @@ class _Parts:
 
         return Training(
             loss=loss,
-            batch=lambda index: self._on_device(self._ready(self.sampler.subgraph(*self._place(index)))),
+            batch=lambda index: self._on_device(self._ready(self.sampler.subgraph(*divmod(index, len(self.sampler))))),
             learning_rate=LEARNING_RATE,
             autocast=self.autocast,
             loader=epoch,
             round=len(self.sampler),
         )
 
-    def _place(self, index: int) -> tuple[int, int]:
-        """Epoch and place in it of the batch of this number."""
-        return divmod(index, len(self.sampler))
-
     def _moved(self, batch: SampledBatch) -> SampledBatch:
         return batch if batch.nodes.device == self.x.device else batch.to(self.x.device, non_blocking=True)
 
     def _ready(self, drawn: Subgraph) -> dict[str, Any]:
         """All that the host does with a batch before it is moved."""
-        nodes, edge_index = drawn.nodes, drawn.edge_index
+        tensors = (drawn.nodes, drawn.edge_index)
         if self.x.is_cuda:
-            nodes, edge_index = nodes.pin_memory(), edge_index.pin_memory()
-        values = (nodes, edge_index, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
+            tensors = (drawn.nodes.pin_memory(), drawn.edge_index.pin_memory())
+        values = (*tensors, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
         return dict(zip(_INPUTS, values, strict=True))
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -211,12 +211,9 @@ def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_ind
 
 def parameters(arch: Architecture) -> int:
     """Weights and biases."""
-    total = 0
-    for layer in arch.stack():
-        matrix = layer.inputs * layer.transformed
-        total += {"gcn": matrix, "gat": matrix + 2 * layer.transformed, "graphsage": 2 * matrix}[arch.kind]
-        total += layer.outputs
-    return total
+    maps, scores = 1 + (arch.kind == "graphsage"), 2 * (arch.kind == "gat")
+    stack = arch.stack()
+    return sum(layer.transformed * (maps * layer.inputs + scores) + layer.outputs for layer in stack)
 
 
 def flops(arch: Architecture, sizes: Sizes) -> int:

@@ -147,13 +147,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         bytes_formula=llm_arms.BYTES_FORMULA,
         flops=llm_arms.flops(config, task),
         data=_data(case, task),
-        sizes={
-            "batch": task.batch,
-            ("slots" if task.kind == "decode" else "tokens"): task.length,
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "parameters": llm_arms.parameters(config),
-        },
+        sizes=_sizes(config, task, "slots" if task.kind == "decode" else "tokens"),
         count=task.batch * task.tokens,
         unit="tokens",
     )
@@ -172,6 +166,12 @@ def _step(
     if case.impl == "upstream-tuned" and task.kind == "prefill":
         llm_arms.without_mask(theirs)
     return llm_arms.UPSTREAM[task.kind](theirs, task, tokens, held)
+
+
+def _sizes(config: LLMConfig, task: Task, length: str) -> dict[str, int]:
+    """What a reader needs to know of input and model."""
+    model = {"layers": config.num_hidden_layers, "width": config.hidden_size, "parameters": llm_arms.parameters(config)}
+    return {"batch": task.batch, length: task.length, **model}
 
 
 def _data(case: Case, task: Task) -> str:
@@ -207,7 +207,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         if checkpointed:
             after_compile = _checkpoint
     else:
-        model = upstream(config, weights)
+        model = llm_arms.build(config, weights).requires_grad_(True)
         if checkpointed:
             checkpoint_upstream(model)
         if case.impl == "upstream-tuned":
@@ -218,7 +218,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
     def reference() -> Tensor:
         # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
-        theirs = upstream(config, weights)
+        theirs = llm_arms.build(config, weights).requires_grad_(True).train()
         llm_arms.without_scores(theirs)
         checkpoint_upstream(theirs)
         training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
@@ -236,13 +236,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         bytes_formula=TRAINING_BYTES_FORMULA,
         flops=3 * llm_arms.flops(config, rows),
         data=f"generated ({llm_arms.WORDS} words, each followed by one other in {llm_arms.FOLLOWED:.0%})",
-        sizes={
-            "batch": rows.batch,
-            "length": rows.length,
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "parameters": parameters,
-        },
+        sizes=_sizes(config, rows, "length"),
         count=rows.batch * rows.length,
         unit="tokens",
         training=Training(
@@ -296,11 +290,6 @@ def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor
     """Cross entropy of the next tokens, without all the logits."""
     loss: Tensor = product(*call(batch["input_ids"]), batch["labels"])
     return loss
-
-
-def upstream(config: LLMConfig, weights: SeededWeights) -> nn.Module:
-    """The library's model in training mode."""
-    return llm_arms.build(config, weights).requires_grad_(True).train()
 
 
 def upstream_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -335,15 +335,9 @@ class _PastOnly:
 def reference_output(
     config: LLMConfig, weights: Mapping[str, Tensor], task: Task, tokens: Tensor, past: Past | None
 ) -> Tensor:
-    """Eager upstream in float32 on these weights, a layer in memory at a time.
-
-    Returns:
-        Logits [B, V] after the last token, float32.
-    """
+    """Eager upstream in float32, a layer in memory at a time: logits [B, V] after the last token."""
     model: Any = skeleton(config)
-    embedding = weights["model.embed_tokens.weight"]
-    x = torch.nn.functional.embedding(tokens, embedding).float()
-    del embedding
+    x = nn.functional.embedding(tokens, weights["model.embed_tokens.weight"]).float()
     positions = torch.arange(task.first, task.first + task.tokens, device=tokens.device)[None]
     rotary = _rotary(model, tokens.device)(x, positions)
     for index, layer in enumerate(model.model.layers):
@@ -360,7 +354,7 @@ def reference_output(
         layer.to("meta")
     _fill(model.model.norm, weights, "model.norm.")
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return torch.nn.functional.linear(model.model.norm(x[:, -1]), weights[head].float())
+    return nn.functional.linear(model.model.norm(x[:, -1]), weights[head].float())
 
 
 def _fill(module: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> None:

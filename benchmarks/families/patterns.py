@@ -151,10 +151,7 @@ def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
 
 @torch.inference_mode()
 def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
-    """Give ``after`` the weights of ``before``, and hold it to the same output.
-
-    AssertionError if the outputs differ. RuntimeError: If names or shapes of weights do.
-    """
+    """Give ``after`` the weights of ``before``, and hold it to the same output."""
     after.load_state_dict(before.state_dict())
     torch.testing.assert_close(after(**call), before(**call))
 
@@ -171,16 +168,9 @@ class Counts:
 def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts:
     """Compile the blocks of a model, make these calls without gradients, and count what the compiler did.
 
-    A model that declares regions is compiled by ``zoo.compile_regions`` and held to its budgets; any other block by
-    block. No code is generated, so it takes a second anywhere. The model is left eager.
-
-    Args:
-        model: Of a pattern, or any model with ``blocks``.
-        calls: Keyword arguments, a mapping a call.
-        options: What ``torch.compile`` takes.
-
-    Raises:
-        zoo.BudgetError: If a declared region costs more than it declares.
+    A model that declares regions is compiled by ``zoo.compile_regions`` and held to its budgets; any other with
+    ``blocks`` block by block. ``calls`` are keyword arguments, ``options`` what ``torch.compile`` takes. No code is
+    generated, so it takes a second anywhere. The model is left eager.
     """
     from torch._dynamo import config as dynamo_config
 
@@ -190,16 +180,13 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
     recorder = Recorder(model)
     with torch.inference_mode(), recorder.watching_signatures():
         _call(model, calls)
+    declared = bool(declared_regions(model))
+    (zoo.compile_regions if declared else compile_blocks)(model, **options)
+    # Before torch 2.13 the zoo raises the limit for the whole process.
+    limit = zoo.enforce_budget(model) if declared else dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT)
     try:
-        if declared_regions(model):
-            zoo.compile_regions(model, **options)
-            with torch.inference_mode(), zoo.enforce_budget(model):
-                _call(model, calls)
-        else:
-            compile_blocks(model, **options)
-            # Before torch 2.13 the zoo raises the limit for the whole process.
-            with torch.inference_mode(), dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):
-                _call(model, calls)
+        with torch.inference_mode(), limit:
+            _call(model, calls)
     finally:
         zoo.uncompile(model)
     facts = recorder.facts()

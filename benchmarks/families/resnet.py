@@ -168,16 +168,14 @@ def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float
     if case.impl == "upstream":
         return shipped
     parts = _parts(case.model)
-    model = shipped if case.impl == "upstream-tuned" else zoo.from_upstream(shipped)
-    if case.impl == "upstream-tuned":
-        with timed("batch norm folding", preparation, case.device):
-            model = fold(model)
-    elif parts["folded"]:
-        convolutions = "fused" if parts["fused"] else "glue"
-        pointwise = "matmul" if parts["matmul"] else "convolution"
-        with timed("batch norm folding", preparation, case.device):
-            model = fold_batch_norm(model, convolutions=convolutions, pointwise=pointwise)  # type: ignore[arg-type]
-    return model
+    model: Any = shipped if case.impl == "upstream-tuned" else zoo.from_upstream(shipped)
+    if case.impl == "zoo" and not parts["folded"]:
+        return model
+    with timed("batch norm folding", preparation, case.device):
+        if case.impl == "upstream-tuned":
+            return fold(model)
+        ways: Any = ("fused" if parts["fused"] else "glue", "matmul" if parts["matmul"] else "convolution")
+        return fold_batch_norm(model, convolutions=ways[0], pointwise=ways[1])
 
 
 # --- torchvision's arms: as its users would run it, at its documented best, and as the reference ---
@@ -207,14 +205,10 @@ def build(config: ResNetConfig, *, seed: int) -> nn.Module:
 def _shipped(config: ResNetConfig) -> Any:
     import torchvision.models.resnet as library
 
-    return library.ResNet(
-        library.BasicBlock if config.block == "basic" else library.Bottleneck,
-        list(config.layers),
-        num_classes=config.num_classes,
-        groups=config.groups,
-        width_per_group=config.width_per_group,
-        replace_stride_with_dilation=list(config.replace_stride_with_dilation),
-    )
+    block = library.BasicBlock if config.block == "basic" else library.Bottleneck
+    widths = {name: getattr(config, name) for name in ("num_classes", "groups", "width_per_group")}
+    dilation = list(config.replace_stride_with_dilation)
+    return library.ResNet(block, list(config.layers), replace_stride_with_dilation=dilation, **widths)
 
 
 def _on_meta(config: ResNetConfig) -> Any:
@@ -300,7 +294,6 @@ def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _for_training(
     case: Case, prepared: Prepared, config: ResNetConfig, batch: int, size: int, *, seed: int
 ) -> Prepared:
-    """What inference prepares in float32, made ready for training."""
     itemsize = dtype_of(case).itemsize
     training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
 

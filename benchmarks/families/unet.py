@@ -369,7 +369,6 @@ def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device:
 def _for_training(
     case: Case, prepared: Prepared, config: UNetConfig, weights: SeededWeights, batch: int, size: int
 ) -> Prepared:
-    """What inference prepares in float32, made ready for training."""
     itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
     training = training_of(config, batch, size, seed=weights.seed, device=case.device, dtype=dtype_of(case))
     precision = unet_arms.reference_dtype(config, _COPIES)
