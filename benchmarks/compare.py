@@ -119,13 +119,9 @@ def _change(old: Result, new: Result, noise: float | None) -> Change:
             ratio = stats.unpaired_ratio(first, second)
             verdict = stats.verdict(ratio, noise)
     grew, notes = _counts(old.counted or Compile(), new.counted or Compile())
-    return Change(old, new, ratio, noise, verdict, (*_status(old, new), *notes, *_sizes(old, new)), grew)
-
-
-def _status(old: Result, new: Result) -> list[str]:
-    if old.status == new.status:
-        return []
-    return [f"{old.status} → {new.status}" + (f": {cells.shortened(new.reason)}" if new.reason else "")]
+    if old.status != new.status:
+        notes.insert(0, f"{old.status} → {new.status}" + (f": {cells.shortened(new.reason)}" if new.reason else ""))
+    return Change(old, new, ratio, noise, verdict, (*notes, *_sizes(old, new)), grew)
 
 
 def _counts(old: Compile, new: Compile) -> tuple[bool, list[str]]:

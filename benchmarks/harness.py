@@ -62,8 +62,9 @@ def run_race(
 
     try:
         groups = _groups(arms, settings, memory_bytes, running_bytes or memory_bytes)
-        # Arms that cannot race side by side cannot get ready side by side either.
-        settings = replace(settings, ahead=min(settings.ahead, _side_by_side(groups)))
+        # Arms that cannot race side by side cannot get ready so either; the last group may only be what was left over.
+        at_once = min((len(group) for group in groups[:-1] or groups), default=1)
+        settings = replace(settings, ahead=min(settings.ahead, max(1, at_once)))
         hand_out_failures()
         measure_compilation(arms, settings, progress)
         _fail_controls(arms)
@@ -154,11 +155,6 @@ def _groups(
         else:
             groups.append([reference, arm] if fit([reference, arm], first=False) else [arm])
     return groups
-
-
-def _side_by_side(groups: Sequence[Sequence[ArmRun]]) -> int:
-    """How many arms memory holds at the same time; the last group may only be what was left over."""
-    return max(1, min((len(group) for group in groups[:-1] or groups), default=1))
 
 
 def _fail_controls(arms: Sequence[ArmRun]) -> None:

@@ -125,7 +125,7 @@ def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) 
     measured: set[str] = set()
     if not races:
         return conclude(run, console, measured)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked(run.out), ExitStack() as stack:
             progress = Progress(console, seconds)
@@ -143,10 +143,6 @@ def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) 
     finally:
         kill_all()
     return conclude(run, console, measured)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _peaks_seconds(settings: Settings) -> float:

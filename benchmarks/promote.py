@@ -33,10 +33,7 @@ def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path
     """Put all rows into their files below ``results``; the races of each file that were written.
 
     Under the name ``extra`` rows are added without replacing the earlier races; rows of the same name are replaced.
-
-    Raises:
-        UsageError: If rows come from code that was not committed, or from a race that was stopped, or ``extra`` cannot
-            name a folder; nothing is written then.
+    UsageError, and nothing is written, if rows come from code that was not committed or from a race that was stopped.
     """
     if extra is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", extra):
         raise UsageError(f"--extra {extra!r} names a folder: small letters, digits and hyphens, as in claim-30")

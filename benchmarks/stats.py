@@ -168,8 +168,7 @@ class Utilisation:
 
     bandwidth: float | None  # byte/s over the peak, as a fraction
     flops: float | None  # FLOP/s over the peak, as a fraction
-    floor_ms: float | None  # the roofline: no call can be shorter
-    times_floor: float | None  # the call's time over that floor
+    times_floor: float | None  # the call's time over the roofline, the shortest that it can be
 
 
 def utilisation(
@@ -187,11 +186,9 @@ def utilisation(
     seconds = float(_checked([milliseconds], "utilisation")[0]) / 1e3
     pairs = ((bytes, peak_bandwidth), (flops, peak_flops))
     least = [None if amount is None or peak is None else amount / peak for amount, peak in pairs]
-    known = [floor for floor in least if floor is not None]
-    floor = max(known, default=0.0)
+    floor = max((each for each in least if each is not None), default=0.0)
     return Utilisation(
         bandwidth=None if least[0] is None else least[0] / seconds,
         flops=None if least[1] is None else least[1] / seconds,
-        floor_ms=floor * 1e3 if known else None,
         times_floor=seconds / floor if floor else None,
     )

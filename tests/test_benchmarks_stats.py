@@ -99,5 +99,4 @@ def test_roofline() -> None:
     use = stats.utilisation(2.0, bytes=4e9, flops=4e11, peak_bandwidth=4e12, peak_flops=8e14)
     assert use.bandwidth == pytest.approx(0.5)
     assert use.flops == pytest.approx(0.25)
-    assert use.floor_ms == pytest.approx(1.0)
     assert use.times_floor == pytest.approx(2.0)

@@ -175,11 +175,11 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
 
     model: nn.Module
     if case.impl == "zoo":
-        model, loss = zoo_model(Bert, config, weights, placements(config)), zoo_loss
+        model = zoo_model(Bert, config, weights, placements(config))
     else:
-        model, loss = bert_arms.build(config, weights), upstream_loss
+        model = bert_arms.build(config, weights)
     training = Training(
-        loss=loss,
+        loss=lambda model, batch: model(**batch).loss,
         batch=batches.checked,
         learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
         autocast=autocast_of(dtype_of(case)),
@@ -192,7 +192,7 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
         theirs = bert_arms.build(config, weights).requires_grad_(True)
         checkpointed(theirs.base_model.encoder.layer)
         padded = bert_arms.Batches("upstream", config, asked, device, seed=seed)
-        return reference_losses(theirs, replace(training, loss=upstream_loss, batch=padded.checked))
+        return reference_losses(theirs, replace(training, batch=padded.checked))
 
     sizes, lengths = batches.sizes(), batches.lengths
     return Prepared(
@@ -211,18 +211,6 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
         unit="tokens",
         training=training,
     )
-
-
-def zoo_loss(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Cross entropy of ids [B, T] or a packed batch, and labels [B]."""
-    loss: Tensor = model(batch["input_ids"], labels=batch["labels"]).loss
-    return loss
-
-
-def upstream_loss(model: Any, batch: dict[str, Any]) -> Tensor:
-    """The same of ids and, where rows are short, a mask."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def training_memory(case: Case, *, reference: bool) -> int:

@@ -288,8 +288,7 @@ class Features(nn.Module):
 
 def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor]) -> Tensor:
     """Cross entropy of the next tokens, without all the logits."""
-    loss: Tensor = product(*call(batch["input_ids"]), batch["labels"])
-    return loss
+    return product(*call(batch["input_ids"]), batch["labels"])
 
 
 def upstream_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -188,14 +188,10 @@ def _compared(race: MeasuredRace) -> Iterable[MeasuredArm]:
             yield arm
 
 
-def _colour(arm: MeasuredArm) -> str:
-    return COLOURS.get(arm.result.case.impl, GREY)
-
-
 def _line(arm: MeasuredArm) -> dict[str, Any]:
     case = arm.result.case
     width = 2.6 if case.cuda_graph else 1.4
-    line = {"linestyle": LINES.get(case.strategy, "-"), "linewidth": width, "color": _colour(arm)}
+    line = {"linestyle": LINES.get(case.strategy, "-"), "linewidth": width, "color": COLOURS.get(case.impl, GREY)}
     return {**line, "label": _printable(cells.name(arm))}
 
 

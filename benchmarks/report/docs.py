@@ -192,10 +192,6 @@ def _claims(spec: Spec, rows: Rows) -> str:
     return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), claims.page(rows))  # of the claims' notes
 
 
-def _starts(spec: Spec, rows: Rows) -> str:
-    return deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")
-
-
 def _arms(spec: Spec, rows: Rows) -> str:
     shown = _races(spec, rows)
     return f"{tables.markdown(*tables.arms(shown))}\n\n{_origin(shown)}"
@@ -369,7 +365,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[[Spec, Rows], str]]] = {
     "headline": (SELECTING, _headline),
     "brief": (SELECTING, _headline),
     "claims": ((), _claims),
-    "startup": (SELECTING, _starts),
+    "startup": (SELECTING, lambda spec, rows: deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")),
     "arms": (("extra",), _arms),
     "race": (OF_RACE, _of_race(_race)),
     "compile": (OF_RACE, _of_race(_compile)),
@@ -410,16 +406,12 @@ def _with_unit(number: float | None, unit: str) -> str:
     return "not measured" if number is None else f"{cells.significant(number)} {unit}"
 
 
-def _mebibytes(arm: MeasuredArm) -> str:
-    return f"{cells.memory(arm)} MiB" if arm.result.memory else "not measured"
-
-
 VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
     "p50": lambda race, arm, against: _with_unit(arm.p50, "ms"),
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
     "break-even": lambda race, arm, against: cells.calls(race.break_even(arm, arm.result.cold)),
     "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
-    "memory": lambda race, arm, against: _mebibytes(arm),
+    "memory": lambda race, arm, against: f"{cells.memory(arm)} MiB" if arm.result.memory else "not measured",
     "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),
 }

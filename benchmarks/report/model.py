@@ -124,27 +124,16 @@ class MeasuredArm:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRace:
-    """All arms that share model, input, workload, dtype, device and torch.
+    """All arms that share model, input, workload, dtype, device and torch."""
 
-    Args:
-        case: What they share, as the case of one of them.
-        environment: The environment of one of them.
-        arms: Those that ran, fastest first, without A/A controls.
-        failures: Those that did not.
-        clock: ``device`` events, or ``wall`` clock where an arm has no device times.
-        noise: The A/A noise floor as a fraction; None where no control ran beside its twin.
-        noise_arm: Name of the arm that the noise was measured with.
-        extra: The question for which it was run beside the race of its family's tables; empty for that race itself.
-    """
-
-    case: Case
-    environment: Mapping[str, Any]
-    arms: tuple[MeasuredArm, ...]
+    case: Case  # what they share, as the case of one of them
+    environment: Mapping[str, Any]  # of one of them
+    arms: tuple[MeasuredArm, ...]  # those that ran, fastest first, without A/A controls
     failures: tuple[Result, ...]
-    clock: Literal["device", "wall"]
-    noise: float | None
-    noise_arm: str | None
-    extra: str = ""
+    clock: Literal["device", "wall"]  # device events, or the wall clock where an arm has no device times
+    noise: float | None  # the A/A noise floor as a fraction; None where no control ran beside its twin
+    noise_arm: str | None  # that the noise was measured with
+    extra: str = ""  # the question for which it was run beside the race of its family's tables
 
     @property
     def title(self) -> str:
@@ -298,14 +287,12 @@ _unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)
 
 def _noise(arms: Iterable[MeasuredArm], clock: str) -> tuple[float | None, str | None]:
     """The widest A/A interval of the race's controls, and the arm it was measured with."""
-    widest: tuple[float | None, str | None] = (None, None)
-    for arm in arms:
-        if arm.p50 is None or arm.control is None or not _samples(arm.control, clock):
-            continue
-        noise = stats.noise_floor(_ratio(arm.result, arm.control, clock))
-        if widest[0] is None or noise > widest[0]:
-            widest = (noise, arm.name)
-    return widest
+    found = [
+        (stats.noise_floor(_ratio(arm.result, arm.control, clock)), arm.name)
+        for arm in arms
+        if arm.p50 is not None and arm.control is not None and _samples(arm.control, clock)
+    ]
+    return max(found, key=lambda each: each[0], default=(None, None))
 
 
 def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> list[MeasuredRace]:
@@ -375,12 +362,9 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
 # The model families in the order of their pages, each with the library that it is held against.
 UPSTREAM = {
-    "gnn": "torch-geometric",
-    "llm": "transformers",
-    "bert": "transformers",
-    "resnet": "torchvision",
+    "gnn": "torch-geometric", "llm": "transformers", "bert": "transformers", "resnet": "torchvision",
     "unet": "diffusers",
-}
+}  # fmt: skip
 
 
 def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
@@ -449,7 +433,8 @@ def by_family(shown: Iterable[MeasuredRace]) -> dict[str, list[MeasuredRace]]:
     families: dict[str, list[MeasuredRace]] = {}
     for race in shown:
         families.setdefault(race.case.family, []).append(race)
-    return {name: families[name] for name in sorted(families, key=_rank)}  # a stable sort
+    rank = {name: place for place, name in enumerate(UPSTREAM)}
+    return {name: families[name] for name in sorted(families, key=lambda name: rank.get(name, len(rank)))}
 
 
 def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
@@ -457,10 +442,6 @@ def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
     parts = [(*race.case.race[1:], race.machine) for race in shown]
     differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
     return {race: " · ".join(of_one[index] for index in differ) for race, of_one in zip(shown, parts, strict=True)}
-
-
-def _rank(name: str) -> int:
-    return list(UPSTREAM).index(name) if name in UPSTREAM else len(UPSTREAM)
 
 
 def commands_of(races: Iterable[MeasuredRace]) -> list[str]:

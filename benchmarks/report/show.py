@@ -77,13 +77,9 @@ def print_table(console: Console, title: str, table: tables.Table) -> None:
         pieces[-1].append(index)
     for piece in pieces:
         left = console.width - sum(1 + widths[index] for index in piece)
+        above = Text(title) if piece is pieces[0] else None
         shown = Table(
-            title=Text(title) if title and piece is pieces[0] else None,
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
+            title=above, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False
         )
         shown.add_column(Text(head[0], style="underline"), overflow="fold", width=min(widths[0], max(left, first)))
         for index in piece:

@@ -15,13 +15,9 @@ from benchmarks.stats import Ratio
 Table = tuple[list[str], list[list[str]]]
 Column = Callable[[MeasuredArm], str]
 HEADLINE = (
-    "model, input",
-    "upstream as shipped, its best: ms",
-    "ours: ms",
-    "speed-up",
-    "over upstream's best tuned",
+    "model, input", "upstream as shipped, its best: ms", "ours: ms", "speed-up", "over upstream's best tuned",
     "cold compile s, upstream full → ours",
-)
+)  # fmt: skip
 BRIEF = ("model, input", "ms: theirs / ours", "times faster", "cold s: theirs / ours")
 FRONT = ("model, input", "cold s: whole / theirs / ours", "ms a call: theirs / ours", "times faster")
 # A race of each family for the first pages, by model, input and dtype.
@@ -40,11 +36,8 @@ WORST = " · our worst result"
 
 def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table without the columns in which no row holds anything; the first column stays."""
-    kept = [
-        index
-        for index in range(len(head))
-        if not index or not rows or any(row[index] not in cells.EMPTY for row in rows)
-    ]
+    columns = range(len(head))
+    kept = [index for index in columns if not (index and rows and all(row[index] in cells.EMPTY for row in rows))]
     return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
@@ -323,18 +316,14 @@ def compiled_arms(race: MeasuredRace) -> tuple[MeasuredArm | None, MeasuredArm |
 
 def front(first: Mapping[str, MeasuredRace | None]) -> Table:
     """What compiling and a call take in the races of the first pages."""
-    missing = "not measured"
-    return list(FRONT), [
-        [name, *[missing] * 3]
-        if race is None
-        else [
-            name,
-            _colds(compiled_arms(race), missing),
-            _calls((race.best, race.ours), missing),
-            _times_faster(race, race.ours, missing),
-        ]
-        for name, race in first.items()
-    ]
+    missing, rows = "not measured", []
+    for name, race in first.items():
+        figures = [missing] * 3
+        if race is not None:
+            figures = [_colds(compiled_arms(race), missing), _calls((race.best, race.ours), missing)]
+            figures.append(_times_faster(race, race.ours, missing))
+        rows.append([name, *figures])
+    return list(FRONT), rows
 
 
 # Markdown -------------------------------------------------------------------------------------------------------------
