@@ -1,7 +1,5 @@
 """A workload of tiny models, some of which misbehave, for the tests of the harness. Loaded by its dotted name."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pathlib

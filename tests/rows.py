@@ -1,7 +1,5 @@
 """Rows that look like measured ones, for tests of everything that reads rows. Made by a seeded generator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Races of the fake workload, and a worker's loop in this process."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Verdicts on claims follow from rows alone: synthetic ones here, with every way a claim can come out."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

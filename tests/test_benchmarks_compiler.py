@@ -1,7 +1,5 @@
 """What the compiler did, recompiles told from graphs that are needed; what the machine is, and its peaks."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts of whole processes: rows of real ones, and the table that rows give."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What only BERT's arms do: packed and padded batches, and an epoch of many lengths in few shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -129,7 +127,7 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
 
 def test_figures_of_an_epoch_are_means_of_its_batches():
     prepared, padded = prepare(workload="train", input=EPOCH), prepare(workload="train", input=EPOCH, impl="upstream")
-    batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]  # type: ignore[union-attr]
+    batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]
     config = config_of("bert-debug")
     assert prepared.sizes["tokens"] == sum(map(sum, batches)) // 20 == prepared.count
     assert prepared.flops == sum(bert_arms.training_flops(config, rows) for rows in batches) // 20 == padded.flops

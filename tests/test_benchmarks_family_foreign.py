@@ -1,7 +1,5 @@
 """What only the models of other libraries do: steps of ``generate()``, arms that they have, sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

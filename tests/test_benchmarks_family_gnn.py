@@ -1,7 +1,5 @@
 """What only the GNNs' arms do: layouts of the adjacency, references in blocks, and sampled batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import itertools
@@ -178,7 +176,7 @@ def test_tuned_upstream_compiles_once_for_batches_of_many_sizes(monkeypatch: pyt
 class Loader:
     """In place of torch-geometric's: all neighbours of one hop, whatever was asked for."""
 
-    made: list[Loader]
+    made: list[Any]
 
     def __init__(self, data: Any, **options: Any) -> None:
         self.data, self.options = data, options

@@ -1,7 +1,5 @@
 """What only the language models' arms do: steps that move on through a cache, answers, and chunks of a long loss."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What only the UNets' arms do: whole runs from noise to latents, and training under autocast on mixed noise."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -124,7 +122,7 @@ def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
     doubles = torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
     training.loss(torch.nn.Module.double(exact.model), doubles).backward()
     config = PRESETS[model]
-    expected = WEIGHTS.convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)  # type: ignore[misc]
+    expected = WEIGHTS.convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)
     errors = {}
     for impl in ("zoo", "upstream"):
         prepared = prepare(model=model, impl=impl, dtype="bfloat16", workload="train")
@@ -138,8 +136,8 @@ def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
         found = {name: p.grad for name, p in prepared.model.named_parameters()}
         assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in found.values())
         if impl == "upstream":
-            found = WEIGHTS.convert_state_dict(found, config)  # type: ignore[arg-type]
-        errors[impl] = {name: error(found[name], expected[name]) for name in expected}  # type: ignore[arg-type]
+            found = WEIGHTS.convert_state_dict(found, config)
+        errors[impl] = {name: error(found[name], expected[name]) for name in expected}
     for name, theirs in errors["upstream"].items():
         # Parameters of norms above all: their gradients are sums over all pixels, kept in float32.
         assert errors["zoo"][name] < max(2 * theirs, 0.02), (name, errors["zoo"][name], theirs)
@@ -157,8 +155,8 @@ def test_noise_is_mixed_in_as_diffusers_does():
         seen.update(sample=sample, timesteps=timesteps, text=text, options=options)
         return (torch.zeros_like(sample),)
 
-    found = loss(model, batch)  # type: ignore[arg-type]
-    expected = scheduler.add_noise(batch["latents"], batch["noise"], batch["timesteps"])  # type: ignore[arg-type]
+    found = loss(model, batch)
+    expected = scheduler.add_noise(batch["latents"], batch["noise"], batch["timesteps"])
     torch.testing.assert_close(seen["sample"], expected, rtol=1e-4, atol=1e-5)
     assert seen["timesteps"] is batch["timesteps"] and seen["text"] is batch["text"]
     assert seen["options"] == {"return_dict": False}

@@ -1,7 +1,5 @@
 """The benchmark's graphs: counts, seeds and skew of generated ones, and small files in the real sets' formats."""
 
-from __future__ import annotations
-
 import gzip
 import pickle
 import sys
@@ -72,7 +70,7 @@ def test_seeds(power_law: bool):
 # --- real formats ---
 
 
-def write_cora(root: Path) -> dict[int, list[int]]:
+def write_cora(root: Path) -> None:
     """540 nodes in Planetoid's eight files: 20 labelled, 530 in allx, the last 10 the test nodes, in another order."""
     rng = np.random.default_rng(0)
     raw = root / "Cora" / "raw"
@@ -84,19 +82,11 @@ def write_cora(root: Path) -> dict[int, list[int]]:
         neighbours[a].append(b)
         neighbours[b].append(a)
     test = rng.permutation(np.arange(530, 540))
-    files = {
-        "x": features[:20],
-        "y": labels[:20],
-        "allx": features[:530],
-        "ally": labels[:530],
-        "tx": features[530:],
-        "ty": labels[530:],
-        "graph": neighbours,
-    }
+    files = {"x": features[:20], "y": labels[:20], "allx": features[:530], "ally": labels[:530], "graph": neighbours}
+    files |= {"tx": features[530:], "ty": labels[530:]}
     for name, value in files.items():
         (raw / f"ind.cora.{name}").write_bytes(pickle.dumps(value))
     (raw / "ind.cora.test.index").write_text("".join(f"{index}\n" for index in test))
-    return neighbours
 
 
 def write_reddit(root: Path) -> None:
@@ -156,15 +146,12 @@ def test_real_reddit(tmp_path: Path):
 def test_real_graphs_of_ogb_have_both_directions(
     tmp_path: Path, name: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setitem(
-        sys.modules, "outdated", None
-    )  # by which OGB would ask the package index for its newest version
+    monkeypatch.setitem(sys.modules, "outdated", None)  # by which OGB would ask the index for its newest version
     write_ogb(tmp_path, folder, year=name == "arxiv")
     graph = graphs.load(name, data_root=str(tmp_path))
     assert graph.data == f"real (ogbn-{name})" and capsys.readouterr().out == ""
-    assert pairs(graph) == (
-        [(0, 1), (1, 0), (1, 2), (2, 1)] if name == "arxiv" else sorted(2 * [(1, 2), (2, 1)] + [(0, 1), (1, 0)])
-    )
+    once = [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert pairs(graph) == (once if name == "arxiv" else sorted([*once, (1, 2), (2, 1)]))
     assert torch.equal(graphs.load(name, data_root=str(tmp_path)).x, graph.x)  # from its processed file
 
 

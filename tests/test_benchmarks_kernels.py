@@ -1,7 +1,5 @@
 """Kernels of a profile: their names made short, merged, and the longest of them in the row."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast

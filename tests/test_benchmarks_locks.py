@@ -1,7 +1,5 @@
 """Runs on one GPU wait for each other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The report command, and its HTML page: whole, offline, escaped, and its leading sentences right."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
@@ -223,7 +221,7 @@ def test_what_was_not_measured_is_left_out_and_said() -> None:
 def test_hostile_strings_stay_text() -> None:
     evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
     results = race(family=evil, model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
-    results[1].cold.breaks = [evil]  # type: ignore[union-attr]
+    results[1].cold.breaks = [evil]
     for result in results:
         result.command = evil
         result.data = evil

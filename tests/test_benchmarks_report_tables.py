@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import math
 import re
@@ -281,10 +279,6 @@ def test_terminal_of_odd_rows() -> None:
 
 
 # Markdown
-
-
-def test_pipes_are_escaped() -> None:
-    assert tables.markdown(["a", "b"], [["x|y", "1"]]).splitlines()[-1] == r"| x\|y | 1 |"
 
 
 # Commands

@@ -1,7 +1,5 @@
 """The command: wrong options in one line, rows of a real run, failures that are typed, resuming, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -154,15 +152,7 @@ def test_resume_alone_continues_the_run_that_wrote_rows_last(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
-    options = [
-        "--model",
-        "upstream-crash",
-        "--strategy",
-        "eager,regional",
-        "--quick",
-        "--rounds",
-        "6",
-    ]
+    options = ["--model", "upstream-crash", "--strategy", "eager,regional", "--quick", "--rounds", "6"]
     done = run(*options, "--out", str(tmp_path))
     # Only upstream's arms crash: nothing of ours is broken.
     assert done.returncode == 0, done.stdout + done.stderr
@@ -175,23 +165,17 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     kinds = [row["kind"] for row in store.rows()]
     assert kinds[0] == "environment" and kinds.count("environment") == 1
     rows = {result.case.arm: result for result in store.results()}
-    assert {arm: row.status for arm, row in rows.items()} == {
-        "zoo eager": "ok",
-        "zoo regional": "ok",
-        "zoo regional (A/A)": "ok",
-        "upstream eager": "crashed",
-        "upstream regional": "crashed",
-    }
+    assert [arm for arm, row in rows.items() if row.status == "ok"] == [arm for arm in rows if "zoo" in arm]
+    assert sorted(rows) == ["upstream eager", "upstream regional", "zoo eager", "zoo regional", "zoo regional (A/A)"]
+    assert {row.status for arm, row in rows.items() if "zoo" not in arm} == {"crashed"}
     crashed = rows["upstream eager"]
     assert "SIGABRT" in (crashed.reason or "") and "about to abort" in (crashed.reason or "")
     regional = rows["zoo regional"]
     assert len(regional.steady.wall_ms) == 6
     assert regional.cold.graphs == 1
     assert "--strategy regional" in regional.command and "--model upstream-crash" in regional.command
-    environment = store.environments()[regional.environment or ""]
-    assert environment["torch"] and environment["python"] and environment["cpu_count"] >= 1
-    assert environment["peaks"]["copy_bandwidth"] > 0
-    assert environment["peaks"]["matmul_flops"]["float32"] > 0
+    peaks = store.environments()[regional.environment or ""]["peaks"]
+    assert peaks["copy_bandwidth"] > 0 and peaks["matmul_flops"]["float32"] > 0
 
     assert f"report: {tmp_path / 'report.html'}" in done.stdout.replace("\n", "")
     page = (tmp_path / "report.html").read_text()

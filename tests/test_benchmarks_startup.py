@@ -1,7 +1,5 @@
 """Start-up: cold processes that are cold, warm ones that are warm, and failures that stay with their arm."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +176,7 @@ def test_nobody_works_while_another_does_or_imports(settings: Settings):
     class Logged(ArmRun):
         def __setattr__(self, name: str, value: object) -> None:
             if name == "worker" and value is not None:
-                logs.append(value.log)  # type: ignore[attr-defined]
+                logs.append(value.log)
             super().__setattr__(name, value)
 
     cases = [EAGER, CASE, replace(CASE, control=True)]

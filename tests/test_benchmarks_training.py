@@ -1,7 +1,5 @@
 """Training in the harness: every arm takes the same steps, and is timed on steps that train."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -73,11 +71,6 @@ def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
     assert losses.shape == exact.shape == (prepared.training.checked,)
     torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=0)
     torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
-
-
-def test_one_step_is_no_check():
-    with pytest.raises(ValueError, match="checked is 1; the first loss says nothing of gradients, so it is 2 or more"):
-        Training(loss=lambda model, batch: model(batch), batch=lambda index: index, learning_rate=1e-3, checked=1)
 
 
 @pytest.mark.gpu

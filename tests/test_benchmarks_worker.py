@@ -1,7 +1,5 @@
 """The worker: its messages, what it measures on a small model, and failures that have a type and a reason."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The patterns as a family: both sides compute one thing, and cost what the pages say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

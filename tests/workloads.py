@@ -1,7 +1,5 @@
 """Cases of the benchmark's workloads: prepared, called, and held against their reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
