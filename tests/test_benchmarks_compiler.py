@@ -11,9 +11,7 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
-from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory, row
-from benchmarks.record import Store
-from benchmarks.timing import measure_peaks
+from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory
 
 
 class Layer(nn.Module):
@@ -140,18 +138,6 @@ def test_a_second_frame_of_a_whole_call_is_a_break():
     assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
 
 
-def test_the_row_says_where_it_was_measured_and_can_be_stored(tmp_path):
-    facts = device_facts("cpu")
-    written = row(facts, {"copy_bandwidth": 1.0})
-    Store(tmp_path / "rows.jsonl").append(written)
-    assert Store(tmp_path / "rows.jsonl").environments() == {written["id"]: written}
-    assert written["torch"] == torch.__version__
-    assert written["gpu"] is None
-    assert {"cpu", "cpu_count", "python", "libraries", "commit", "dirty", "peaks"} <= set(written)
-    assert "torch-geometric" in written["libraries"]
-    assert written["id"] != row({**facts, "torch": "0.0"}, {})["id"]
-
-
 def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> None:
         raise OSError(name)
@@ -160,14 +146,6 @@ def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatc
     monitor = Monitor()
     assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
     assert free_memory("cuda", monitor) is None and free_memory("cpu", monitor) > 1 << 20
-
-
-def test_peaks_are_of_a_plausible_size():
-    peaks = measure_peaks("cpu", ["float32"], quick=True)
-    assert 1e8 < peaks["copy_bandwidth"] < 1e13
-    assert 1e8 < peaks["read_bandwidth"] < 1e13
-    assert 1e8 < peaks["matmul_flops"]["float32"] < 1e15
-    assert peaks["float32_matmul_precision"] == torch.get_float32_matmul_precision()
 
 
 @pytest.mark.gpu

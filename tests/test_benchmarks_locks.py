@@ -32,14 +32,9 @@ def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
 
 def test_one_run_has_a_gpu_and_others_wait() -> None:
     notes: list[str] = []
-    with gpu_alone("GPU-1", notes.append):
-        assert not gets_in("GPU-1", notes) and gets_in("GPU-2")
+    with gpu_alone("GPU-1", notes.append), gpu_alone(None, print):
+        assert not gets_in("GPU-1", notes) and gets_in("GPU-2") and gets_in(None)  # of a CPU
     assert gets_in("GPU-1") and notes == ["waiting for another run on this GPU"]
-
-
-def test_a_cpu_is_nobodys() -> None:
-    with gpu_alone(None, print):
-        assert gets_in(None)
 
 
 def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,8 +174,10 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     assert len(regional.steady.wall_ms) == 6
     assert regional.cold.graphs == 1
     assert "--strategy regional" in regional.command and "--model upstream-crash" in regional.command
-    peaks = store.environments()[regional.environment or ""]["peaks"]
-    assert peaks["copy_bandwidth"] > 0 and peaks["matmul_flops"]["float32"] > 0
+    environment = store.environments()[regional.environment or ""]
+    assert {"cpu", "cpu_count", "python", "libraries", "commit", "dirty", "torch", "gpu"} < set(environment)
+    rates = (environment["peaks"]["copy_bandwidth"], environment["peaks"]["read_bandwidth"])
+    assert all(1e8 < rate < 1e15 for rate in (*rates, environment["peaks"]["matmul_flops"]["float32"]))
 
     assert f"report: {tmp_path / 'report.html'}" in done.stdout.replace("\n", "")
     page = (tmp_path / "report.html").read_text()
