@@ -205,7 +205,6 @@ class Trainer:
             training.loss,
             self._optimizer,
             autocast=training.autocast,
-            clip_norm=training.clip_norm,
             cuda_graph=cuda_graph,
             warmup=2,
             most_graphs=self.shapes,
@@ -219,8 +218,6 @@ def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.op
     with nullcontext() if training.autocast is None else torch.autocast(device, training.autocast):
         loss = training.loss(call, batch)
     loss.backward()  # type: ignore[no-untyped-call]
-    if training.clip_norm is not None:
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], training.clip_norm)
     optimizer.step()
     return loss.detach()
 

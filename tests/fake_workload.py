@@ -99,31 +99,15 @@ class FakeWorkload:
         x = torch.randn(16, WIDTH)
         exact = Model("good").double()
         exact.load_state_dict(model.state_dict())
-        if case.workload == "train":
-            training = Training(loss=squares, batch=draw, learning_rate=1e-2)
-            return Prepared(
-                model=model.train(),
-                inputs={},
-                compile_regions=compile_blocks,
-                reference=lambda: reference_losses(exact, training),
-                bytes=1000,
-                bytes_formula="input and output",
-                data="generated",
-                count=16,
-                unit="rows",
-                training=training,
-            )
-        return Prepared(
-            model=model,
-            inputs={"x": x},
-            compile_regions=compile_blocks,
-            reference=lambda: exact(x.double()),
-            bytes=1000,
-            bytes_formula="input and output",
-            data="generated",
-            preparation_seconds={"nothing": 0.0},
-            sizes={"rows": 16},
-        )
+        prepared = Prepared(
+            model=model, inputs={"x": x}, compile_regions=compile_blocks, reference=lambda: exact(x.double()),
+            bytes=1000, bytes_formula="input and output", data="generated", preparation_seconds={"nothing": 0.0},
+            sizes={"rows": 16}, count=16, unit="rows",
+        )  # fmt: skip
+        if case.workload == "inference":
+            return prepared
+        training = Training(loss=squares, batch=draw, learning_rate=1e-2)
+        return prepared.for_training(reference=lambda: reference_losses(exact, training), training=training)
 
 
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -69,24 +69,15 @@ def row(
             cache_bypasses=0,
         )
 
-    made = Case(**case)
+    made, wall = Case(**case), [1.01 * t for t in times]
     return Result(
         case=made,
         cold=_compile(cold, 0, graphs),
         warm=_compile(warm, graphs, 0),
-        steady=Steady(
-            device_ms=times, wall_ms=[1.01 * t for t in times], rounds=list(range(rounds)), calls_per_round=50
-        ),
+        steady=Steady(device_ms=times, wall_ms=wall, rounds=list(range(rounds)), calls_per_round=50),
         memory=Memory(allocated=21_400_000, reserved=44_040_192, model=372_764),
         check=Check(error=2.1e-7 if compiled else 1.9e-7, eager_error=1.9e-7, reference_dtype="float64"),
-        work=Work(
-            flops=520_000_000,
-            bytes=22_000_000,
-            bytes_formula="features + edges x width + weights",
-            kernels=kernels,
-            peak_flops=51e12,
-            peak_bandwidth=4.3e12,
-        ),
+        work=Work(flops=520_000_000, bytes=22_000_000, kernels=kernels, peak_flops=51e12, peak_bandwidth=4.3e12),
         data="generated, power-law",
         sizes={"nodes": 2708, "edges": 10556, "features": 1433},
         command=command(made),
@@ -115,19 +106,8 @@ def race(scale: Mapping[str, float] | None = None, **case: Any) -> list[Result]:
         name = Case(family="", model="", input="", **arm).arm
         factor = (scale or {}).get(name, 1.0)
         breaks = 4 if arm["impl"] == "upstream" and arm["strategy"] != "eager" else 0
-        rows.append(
-            row(
-                milliseconds * factor,
-                cold=cold,
-                warm=warm,
-                graphs=graphs,
-                kernels=kernels,
-                breaks=breaks,
-                seed=seed,
-                **arm,
-                **case,
-            )
-        )
+        figures = {"cold": cold, "warm": warm, "graphs": graphs, "kernels": kernels, "breaks": breaks, "seed": seed}
+        rows.append(row(milliseconds * factor, **figures, **arm, **case))
     return rows
 
 

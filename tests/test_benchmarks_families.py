@@ -170,22 +170,16 @@ def test_an_arm_holds_its_weights_once_and_in_the_dtype(case: Case):
     assert sum(storages.values()) == size * prepared.sizes["parameters"]
 
 
-WRONG = [
-    *(("bert", name) for name in ("layers.1.qkv.weight", "layers.2.output_norm.weight", "head.dense.bias")),
-    *(("llm", name) for name in ("layers.1.qkv_proj.weight", "layers.2.input_layernorm.weight", "head.norm.weight")),
-    ("resnet", "stem.norm.bias"),
-    ("resnet", "stages.1.blocks.1.join.norm.weight"),
-    ("resnet", "stages.2.blocks.0.join.shortcut_norm.bias"),
-    ("unet", "conditions.time_embedding.linear_2.weight"),
-    ("unet", "text_projections.weight"),
-    ("unet", "down.0.resnets.0.norm2.bias"),
-    ("unet", "middle.transformers.0.proj_out.bias"),
-    ("unet", "up.2.resnets.1.shortcut.weight"),
-    ("unet", "norm_out.bias"),
-]
+WRONG = {
+    "bert": "layers.1.qkv.weight layers.2.output_norm.weight head.dense.bias",
+    "llm": "layers.1.qkv_proj.weight layers.2.input_layernorm.weight head.norm.weight",
+    "resnet": "stem.norm.bias stages.1.blocks.1.join.norm.weight stages.2.blocks.0.join.shortcut_norm.bias",
+    "unet": "conditions.time_embedding.linear_2.weight text_projections.weight down.0.resnets.0.norm2.bias "
+    "middle.transformers.0.proj_out.bias up.2.resnets.1.shortcut.weight norm_out.bias",
+}
 
 
-@pytest.mark.parametrize(("family", "name"), WRONG)
+@pytest.mark.parametrize(("family", "name"), [(each, name) for each, names in WRONG.items() for name in names.split()])
 def test_a_wrong_weight_shows(family: str, name: str):
     for case in (c.values[0] for c in of("zoo", workload="inference")):
         if case.model == f"{family}-debug" and "3x8x8" not in case.input:
@@ -489,21 +483,13 @@ def test_memory_of_training_holds_what_autograd_keeps(model: str, input: str, im
     assert 0.8 < found / estimated < 1.05
 
 
-@pytest.mark.parametrize(
-    ("impl", "strategy", "frozen"),
-    [
-        ("upstream-tuned", "full", True),
-        ("upstream-tuned", "regional", False),
-        ("upstream-tuned", "eager", False),
-        ("upstream", "full", False),
-        ("zoo", "full", False),
-    ],
-)
-def test_only_the_whole_tuned_model_is_frozen(impl: str, strategy: str, frozen: bool):
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("strategy", ["full", "regional"])
+def test_only_the_whole_tuned_model_is_frozen(impl: str, strategy: str):
     import torch._inductor.config as inductor
 
     prepare(Case(family="resnet", model="resnet-debug", input="2x32", impl=impl, strategy=strategy))
-    assert inductor.freezing is frozen
+    assert inductor.freezing is ((impl, strategy) == ("upstream-tuned", "full"))
 
 
 def test_labels_can_be_learnt_from_images():

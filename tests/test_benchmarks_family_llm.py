@@ -19,18 +19,9 @@ pytestmark = pytest.mark.usefixtures("eager_backend")
 # A stand-in for the preset of this name: norms of heads, an output product of its own, heads that do not add up.
 QWEN = "qwen3-8b"
 SMALL_QWEN = dataclasses.replace(
-    PRESETS[QWEN],
-    vocab_size=101,
-    hidden_size=40,
-    intermediate_size=72,
-    num_hidden_layers=10,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    bos_token_id=None,
-    eos_token_id=(),
-)
+    PRESETS[QWEN], vocab_size=101, hidden_size=40, intermediate_size=72, num_hidden_layers=10, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=None, eos_token_id=(),
+)  # fmt: skip
 CASE = Case(family="llm", model="llm-debug", input="2x16", workload="train")
 INPUTS = ("decode-1x64", "prefill-1x32", "answer-1x32")
 

@@ -106,15 +106,9 @@ def write_ogb(root: Path, folder: str, *, year: bool) -> None:
     raw = root / folder / "raw"
     raw.mkdir(parents=True)
     (root / folder / "RELEASE_v1.txt").touch()
-    files = {
-        "edge": "0,1\n2,1\n1,2\n",
-        "num-node-list": "4\n",
-        "num-edge-list": "3\n",
-        "node-feat": "0.5,1.5\n-1.0,0.0\n2.0,3.0\n4.0,5.5\n",
-        "node-label": "0\n1\n2\n0\n",
-    }
-    if year:
-        files["node_year"] = "2010\n2011\n2012\n2013\n"
+    files = {"edge": "0,1\n2,1\n1,2\n", "num-node-list": "4\n", "num-edge-list": "3\n", "node-label": "0\n1\n2\n0\n"}
+    files |= {"node-feat": "0.5,1.5\n-1.0,0.0\n2.0,3.0\n4.0,5.5\n"}
+    files |= {"node_year": "2010\n2011\n2012\n2013\n"} if year else {}
     for name, text in files.items():
         with gzip.open(raw / f"{name}.csv.gz", "wt") as file:
             file.write(text)

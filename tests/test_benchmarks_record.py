@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.plan import Case
+from benchmarks.cli import UsageError
 from benchmarks.promote import main, promote
 from benchmarks.record import RESULTS, Kernel, Result, Rows, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
@@ -120,11 +121,6 @@ def test_nan_written_by_other_hands_is_an_error(tmp_path: Path) -> None:
         list(Store(path).rows())
 
 
-def test_a_failure_needs_its_reason() -> None:
-    with pytest.raises(ValueError, match="needs a reason"):
-        Result(case=Case(family="gnn", model="gcn", input="cora"), status="timeout")
-
-
 def test_load_reads_folders_and_keeps_environments_apart(tmp_path: Path) -> None:
     write(tmp_path / "a" / "rows.jsonl", [row(1.0)])
     write(tmp_path / "b" / "rows.jsonl", [row(2.0)], {**ENVIRONMENT, "gpu": "NVIDIA A100"})  # the same id
@@ -170,19 +166,23 @@ def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
     assert set(Store(file).environments()) == {"e2"}, "nothing names the first any more"
 
 
-@pytest.mark.parametrize("environment", [{"dirty": True}, {"dirty": None}, {"commit": None}])
-def test_rows_of_code_that_nobody_has_are_refused(tmp_path: Path, environment: dict[str, object]) -> None:
-    run = write(tmp_path / "run.jsonl", [row()], {**ENVIRONMENT, **environment})
-    assert main([str(run), "--results", str(tmp_path / "results")]) == 2
-    assert not (tmp_path / "results").exists()
+STOPPED = failure("interrupted", "stopped", impl="upstream")
 
 
-def test_a_stopped_race_is_refused_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stopped = row(impl="upstream")
-    stopped.status, stopped.reason, stopped.steady = "interrupted", "stopped", None
-    run = write(tmp_path / "run.jsonl", [row(impl="zoo"), stopped])
-    assert main([str(run), "--results", str(tmp_path / "results")]) == 2
-    assert "--resume" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("rows", "environment", "said"),
+    [
+        ([row()], {"dirty": True}, "not committed"),
+        ([row()], {"dirty": None}, "not committed"),
+        ([row()], {"commit": None}, "not committed"),
+        ([row(), STOPPED], {}, "measure it to its end with --resume"),
+    ],
+)
+def test_rows_of_code_that_nobody_has_and_of_a_stopped_race_are_refused_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Result], environment: dict[str, object], said: str
+) -> None:
+    run = write(tmp_path / "run.jsonl", rows, {**ENVIRONMENT, **environment})
+    assert main([str(run), "--results", str(tmp_path / "results")]) == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
@@ -209,8 +209,7 @@ def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "Claim 30"])
-def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "run.jsonl", [row()])
-    assert main([str(run), "--results", str(tmp_path / "results"), "--extra", name]) == 2
-    assert repr(name) in capsys.readouterr().err
-    assert not (tmp_path / "results").exists()
+def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(repr(name))):
+        promote(rows(row()), tmp_path, extra=name)
+    assert not list(tmp_path.iterdir())

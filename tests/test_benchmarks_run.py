@@ -202,16 +202,11 @@ def test_a_failure_of_ours_makes_the_exit_code_1(tmp_path: Path):
 def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
     arguments = command("--model", "good,sleep", "--strategy", "eager", "--impl", "zoo", "--quick", "--rounds", "6")
     process = subprocess.Popen(
-        [*arguments, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | LIGHT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
+        [*arguments, "--out", str(tmp_path)], cwd=ROOT, env=os.environ | LIGHT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         # A suite that runs in a shell's background ignores Ctrl-C, and its children would too.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    )  # fmt: skip
     store = Store(tmp_path / "fake-inference-float32.jsonl")
     try:
         until = time.monotonic() + 120

@@ -159,9 +159,7 @@ def test_arms_that_do_not_fit_together_race_in_groups(
 
 
 def test_a_control_races_beside_its_twin(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    def needs(case: Case) -> int:
-        return 80 if case.impl == "upstream" else 20
-
+    needs = lambda case: 80 if case.impl == "upstream" else 20  # noqa: E731
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [EAGER, CASE, replace(CASE, impl="upstream"), replace(CASE, control=True)]
     groups = _groups(arms_of(settings, *cases), settings, needs, needs)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.families import load
-from benchmarks.families.base import Prepared, Training
-from benchmarks.strategies import Trainer, plain_step
+from benchmarks.families.base import Prepared
+from benchmarks.strategies import Trainer
 from tests import runs
 from tests.runs import FAKE, handler
 
@@ -106,12 +106,6 @@ def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
         arm.curve(steps=9)
 
 
-def test_a_round_is_declared_with_a_loader_and_not_without():
-    for options in ({"loader": list}, {"round": 3}, {"loader": list, "round": 0}):
-        with pytest.raises(ValueError, match="with a loader it is a number of steps, without one None"):
-            Training(loss=max, batch=abs, learning_rate=1.0, **options)
-
-
 @pytest.mark.slow
 def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
     arm = handler(replace(CASE, strategy="full"))
@@ -140,22 +134,3 @@ def test_every_declared_shape_is_captured():
         warnings.simplefilter("error")
         for _ in range(11):
             step()
-
-
-def test_the_plain_loop_clips_and_casts():
-    model = nn.Linear(4, 4)
-    seen = []
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch)
-        seen.append(out.dtype)
-        return 1e3 * out.float().square().mean()
-
-    training = Training(
-        loss=loss, batch=lambda _: torch.ones(2, 4), learning_rate=1.0, autocast=torch.bfloat16, clip_norm=0.25
-    )
-    before = [p.detach().clone() for p in model.parameters()]
-    plain_step(model, training, torch.optim.SGD(model.parameters(), lr=1.0), training.batch(0))
-    moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
-    assert seen == [torch.bfloat16]
-    assert moved.norm().item() == pytest.approx(0.25, rel=1e-3)

@@ -38,7 +38,6 @@ class Training:
         checked: Losses that are compared with the reference: of so many steps from the same weights, each on another
             batch. A wrong gradient shows from the second on.
         autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
-        clip_norm: Largest norm of all gradients together, or None.
         loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
         after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
         shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
@@ -54,18 +53,11 @@ class Training:
     learning_rate: float
     checked: int = 6
     autocast: torch.dtype | None = None
-    clip_norm: float | None = None
     loss_module: nn.Module | None = None
     after_compile: Callable[[nn.Module], Any] | None = None
     shapes: tuple[Any, ...] = ()
     loader: Callable[[], Iterable[Any]] | None = None
     round: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.checked < 2:
-            raise ValueError(f"checked is {self.checked}; the first loss says nothing of gradients, so it is 2 or more")
-        if (self.loader is None) != (self.round is None) or (self.round is not None and self.round < 1):
-            raise ValueError(f"round is {self.round}; with a loader it is a number of steps, without one None")
 
 
 @dataclass(kw_only=True)
