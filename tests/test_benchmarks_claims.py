@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import claims
-from benchmarks.claims import Claim, Measured, Part, known_claims, parse_limit, places
-from benchmarks.record import Check, Memory, Result, Rows
+from benchmarks.claims import Claim, Part, known_claims, parse_limit, places
+from benchmarks.record import Check, Result, Rows
 from benchmarks.report.docs import Spec, make_table
 from benchmarks.report.model import MeasuredRace, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, row
@@ -101,27 +101,6 @@ def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
     (alone,) = shown(row(1.0, impl="upstream", strategy="eager"))
     found = places(part("1.4 to 1.6"), [replace(alone, extra="claim-10"), *family])
     assert [place.outcome for place in found] == ["fails"]
-
-
-def test_figures_of_one_race() -> None:
-    eager, full, twin = pair(2.0)
-    full.memory, eager.memory = Memory(allocated=3 << 20), Memory(allocated=2 << 20)
-    full.cold.seconds, full.warm.recompiles = 3.0, ["a", "b"]
-    regional = row(0.6, cold=1.5, seed=4, impl="upstream", strategy="regional")
-    (race,) = shown(eager, full, twin, regional)
-
-    def value(figure: str, *arms: str) -> float:
-        measured = claims.measure(part("at least 1", figure=figure, arms=arms), race)
-        assert isinstance(measured, Measured) and measured.low == measured.value == measured.high and measured.shown
-        return measured.value
-
-    assert value("peak memory", FULL, EAGER) == 1.5
-    assert value("cold compile time", FULL, "upstream regional") == 2.0
-    assert value("cold compile seconds", FULL) == 3.0
-    assert value("recompiles", FULL) == 2
-    assert value("error over eager's", FULL) == pytest.approx(2.1e-7 / 1.9e-7, rel=0.5)
-    p50 = next(arm.p50 for arm in race.arms if arm.name == FULL)
-    assert p50 is not None and value("first call over a later one", FULL) == pytest.approx(1 + 3000 / p50)
 
 
 def test_figures_without_their_numbers_are_not_measured() -> None:

@@ -67,11 +67,6 @@ def test_mismatched_rounds(reference_rounds: list[int], arm_rounds: list[int], s
         stats.paired_ratio([1.0, 1.0], [1.0, 1.0], reference_rounds, arm_rounds)
 
 
-def test_noise_floor_takes_the_farther_end() -> None:
-    assert stats.noise_floor(_ratio(0.99, 1.03)) == pytest.approx(0.03)
-    assert stats.noise_floor(_ratio(0.8, 1.03)) == pytest.approx(0.25)
-
-
 def test_a_difference_below_the_noise_is_undetermined() -> None:
     small_gain = _ratio(1.01, 1.03)
     assert stats.verdict(small_gain, 0.0) == "faster"
@@ -90,11 +85,3 @@ def test_break_even() -> None:
     assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.5) == math.inf
     with pytest.raises(ValueError, match="nan"):
         stats.break_even_calls(math.nan, eager_ms=2.0, arm_ms=1.0)
-
-
-def test_roofline() -> None:
-    # 4 GB at 4 TB/s take 1 ms, 400 GFLOP at 800 TFLOP/s half of that: bandwidth bound.
-    use = stats.utilisation(2.0, bytes=4e9, flops=4e11, peak_bandwidth=4e12, peak_flops=8e14)
-    assert use.bandwidth == pytest.approx(0.5)
-    assert use.flops == pytest.approx(0.25)
-    assert use.times_floor == pytest.approx(2.0)
