@@ -45,10 +45,7 @@ def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
 
 
 def run_command(function: Callable[..., int], program: str, arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``function`` called with command-line arguments (``sys.argv`` if None).
-
-    The function's UsageError and typer's own errors are printed on one line and give 2.
-    """
+    """The exit code of ``function`` called with command-line arguments; 2 after a usage error, printed on one line."""
     import typer
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -31,6 +31,7 @@ from zoo.advise import UNUSABLE, unusable
 
 STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
 NOISY = 4
+COUNTS = "Exit 1 as well where graphs, breaks or recompiles grew."
 MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 
 
@@ -218,12 +219,8 @@ def fraction(text: str) -> float:
 def command(
     old: Annotated[Path, typer.Argument(help="Rows before: a .jsonl file, or a folder of them.")],
     new: Annotated[Path, typer.Argument(help="Rows now.")],
-    max_regression: Annotated[
-        str, typer.Option(help="How much slower an arm may get before the exit code is 1.")
-    ] = "5%",
-    fail_on_counts: Annotated[
-        bool, typer.Option("--fail-on-counts", help="Exit 1 as well where graphs, breaks or recompiles grew.")
-    ] = False,
+    max_regression: Annotated[str, typer.Option(help="How much slower an arm may get before exit code 1.")] = "5%",
+    fail_on_counts: Annotated[bool, typer.Option("--fail-on-counts", help=COUNTS)] = False,
 ) -> int:
     """Say of each arm whether it got faster or slower, and what else changed.
 
@@ -236,11 +233,10 @@ def command(
     except ValueError as error:  # a sample that is no time
         raise UsageError(str(error)) from error
     console = Console()
-    torches = [
-        ", ".join(sorted({str(rows.environment(r).get("torch")) for r in rows.results})) for rows in (before, after)
-    ]
+    torches = [{str(rows.environment(r).get("torch")) for r in rows.results} for rows in (before, after)]
     if torches[0] != torches[1]:
-        console.print(Text(f"torch {torches[0]} → {torches[1]}.", style="yellow"))
+        said = " → ".join(", ".join(sorted(each)) for each in torches)
+        console.print(Text(f"torch {said}.", style="yellow"))
     render(changes, console)
     bad: list[str] = []
     for change in changes:

@@ -9,7 +9,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.machine import CACHE_VARIABLES, cache_environment
 from benchmarks.process import cut
+from benchmarks.record import Compile
 
 REASON_LENGTH = 400
 
@@ -85,19 +85,6 @@ def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str, *, tra
     return time.perf_counter() - began
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What was compiled between two moments."""
-
-    phases: dict[str, float]
-    graphs: int
-    breaks: list[str]
-    recompiles: list[str]
-    cache_hits: int
-    cache_misses: int
-    cache_bypasses: int
-
-
 class Recorder:
     """Counts what Dynamo and Inductor do since it was made or restarted.
 
@@ -140,7 +127,7 @@ class Recorder:
         for span in _spans(type(module)):
             self._signatures[span].add((type(module), weights, inputs, module.training))
 
-    def facts(self, *, whole: bool = False) -> Facts:
+    def facts(self, *, whole: bool = False) -> Compile:
         """Everything since the recorder was made or restarted.
 
         ``whole`` says that one call was compiled as a whole, so that a second frame can only come from a break.
@@ -152,7 +139,7 @@ class Recorder:
             return now.get(group, Counter()) - self._counters.get(group, Counter())
 
         inductor, autograd = grown("inductor"), grown("aot_autograd")
-        return Facts(
+        return Compile(
             phases=_phases(records),
             graphs=grown("stats")["unique_graphs"],
             breaks=_breaks(grown("graph_break"), records, whole=whole),

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
-from benchmarks.machine import ROOT, cache_environment, row
+from benchmarks.machine import cache_environment, python_path, row
 from benchmarks.plan import Case
 from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
@@ -64,17 +64,12 @@ def main(
 ) -> int:
     """Measure how long new processes take to their first result; 1 if an arm failed."""
     require_zoo()
-    from benchmarks import families
     from benchmarks.measure import scratch_folder
-    from benchmarks.run import device_of
+    from benchmarks.run import device_of, workload_of
 
     if processes < 1:
         raise UsageError(f"--processes is {processes}, expected at least 1")
-    on = device_of(device)
-    try:
-        workload = families.load(family)
-    except (ValueError, ImportError) as error:
-        raise UsageError(f"--family: {error}") from error
+    on, workload = device_of(device), workload_of(family)
     pick("--model", [model], workload.models)
     pick("--input", [input], workload.inputs)
     base = Case(family=workload.family, model=model, input=input, dtype=dtype or workload.dtypes(on)[0], device=on)
@@ -159,11 +154,10 @@ class Processes:
             "case": case.to_json(), "workload": self.workload, "data_root": self.data_root,
             "model": str(self.folder / f"{case.impl}.pt"),
         }  # fmt: skip
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.fresh", json.dumps(asked)],
-                env={**os.environ, **cache_environment(caches), "PYTHONPATH": paths},
+                env={**os.environ, **cache_environment(caches), **python_path()},
                 capture_output=True, text=True, timeout=self.timeout, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -238,12 +238,9 @@ def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:
     steady.calls_per_round = arm.calls
     steady.rounds.append(number)
     steady.wall_ms.append(timed["wall_ms"])
-    if timed["device_ms"] is not None:
-        steady.device_ms.append(timed["device_ms"])
-    if clock is not None:
-        steady.sm_clock_mhz.append(clock)
-    if power is not None:
-        steady.power_w.append(power)
+    known = ((steady.device_ms, timed["device_ms"]), (steady.sm_clock_mhz, clock), (steady.power_w, power))
+    for samples, value in known:
+        samples += [] if value is None else [value]
 
 
 def _count(arm: ArmRun) -> None:

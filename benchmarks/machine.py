@@ -77,6 +77,11 @@ def cache_environment(folder: Path) -> dict[str, str]:
     return {INDUCTOR_CACHE: str(folder), TRITON_CACHE: str(folder / "triton")}
 
 
+def python_path() -> dict[str, str]:
+    """The variable with which another process finds these files."""
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

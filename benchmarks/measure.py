@@ -188,13 +188,9 @@ def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitSt
 
 
 def _measure_race(
-    run: Run,
-    arms: Sequence[Case],
-    settings: Settings,
-    progress: Progress,
-    environment: Mapping[str, Any],
+    run: Run, arms: Sequence[Case], settings: Settings, progress: Progress, environment: Mapping[str, Any],
     measured: set[str],
-) -> None:
+) -> None:  # fmt: skip
     """One race to its rows; their cases' keys are added to ``measured``. Rows are kept whatever ends the race."""
     store = run.store(arms[0])
     _write(store, environment)

@@ -34,8 +34,6 @@ DEFAULT_ARMS = (
     ("upstream", "full", "reduce-overhead", True),
     ("upstream", "regional", "default", False),
 )
-# The arms of an implementation that has none among the default ones, if only --impl names it.
-FALLBACK_STRATEGIES = (("eager", False), ("full", False), ("regional", False), ("regional+cudagraph", True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +142,7 @@ def arms_of(
     """
     gpu = base.device != "cpu"
     default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]
-    fallback = [name for name, needs_gpu in FALLBACK_STRATEGIES if gpu or not needs_gpu]
+    fallback = [name for impl, name, _ in default if impl == "zoo"]  # of an implementation without default arms
     chosen: list[tuple[str, str, str]] = []
     for impl in impls or ("zoo", "upstream"):
         if strategies or modes:

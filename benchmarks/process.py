@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.machine import INDUCTOR_CACHE, ROOT
+from benchmarks.machine import INDUCTOR_CACHE, ROOT, python_path
 
 REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
@@ -60,17 +60,13 @@ class Worker:
         self.timeout = timeout
         self.log: list[dict[str, Any]] = []  # what was asked, and when the process worked on it
         self._stderr: deque[str] = deque(maxlen=200)
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=os.getcwd(),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **python_path(), **environment},
             # Its own group: Ctrl-C reaches the harness alone, and a kill takes its compile workers along.
             start_new_session=True,
-        )
+        )  # fmt: skip
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._unread = b""

@@ -72,7 +72,7 @@ def main(
         raise UsageError(f"--timeout is {timeout:g}, expected seconds above 0")
     if data_root is not None and not data_root.is_dir():
         raise UsageError(f"--data-root: {str(data_root)!r} is not a folder")
-    loaded = _workload(family)
+    loaded = workload_of(family)
     on = device_of(device)
     pick("--workload", [workload], WORKLOADS)
     supported = loaded.dtypes(on)
@@ -123,7 +123,7 @@ def _families() -> list[str]:
     return families()
 
 
-def _workload(family: str) -> Workload:
+def workload_of(family: str) -> Workload:
     if "." not in family and family not in _families():
         raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
     from benchmarks.families import load

@@ -187,10 +187,7 @@ def failures_of(arm: ArmRun, phase: str = "") -> Iterator[None]:
 
 
 def _spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:
-    """Start the process of a job and let it import. Raises WorkerFailure if it cannot be started.
-
-    ``compile_threads`` limits the processes of its compiler, where arms start together; the default is one per core.
-    """
+    """Start the process of a job and let it import; ``compile_threads`` are its compiler's, one per core by default."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -240,12 +237,11 @@ def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Pa
         if settings.steady_only and figures is not None:
             # Arms that start together disturb each other: counts and reasons hold, seconds do not.
             figures = Compile(**{name: getattr(figures, name) for name in COUNTS})
-        if settings.quick and not settings.steady_only and arm.result.cold is None and not arm.case.control:
+        once = settings.quick and not settings.steady_only and arm.result.cold is None and not arm.case.control
+        if once or not arm.compiled:  # an outer CUDA graph over eager code knows no cold and warm
             arm.result.cold = figures
-        else:
+        if not once:
             arm.result.warm = figures
-        if not arm.compiled:
-            arm.result.cold = figures  # an outer CUDA graph over eager code knows no cold and warm
         assert arm.result.memory is not None
         if not arm.case.cuda_graph:
             peaks = worker.ask("memory")

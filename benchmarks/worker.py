@@ -171,11 +171,11 @@ class Handler:
         self._recorder = recorder
         recorder.restart()
         return {
+            **asdict(facts),
             "seconds": max(0.0, first - steady),
             "recording": max(0.0, sum(recording) - steady * len(recording)) if records else None,
             "later_calls": recording + later,
             "files_at_start": files,
-            **asdict(facts),
         }
 
     def capture(self) -> Reply:

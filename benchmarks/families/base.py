@@ -29,34 +29,25 @@ Races = tuple[tuple[str, str], ...]
 
 @dataclass(kw_only=True)
 class Training:
-    """What a training step of a case is made of; the optimizer is AdamW, fused, in every arm: the zoo's own in its own.
+    """What a case's training step is made of; the optimizer is fused AdamW in every arm, the zoo's own in its own."""
 
-    Args:
-        loss: Called as ``loss(model, batch)`` with the case's model, compiled or not; returns a scalar.
-        batch: The i-th batch on the device, drawn anew and the same at each call.
-        learning_rate: Small enough that the first steps lower the loss.
-        checked: Losses that are compared with the reference: of so many steps from the same weights, each on another
-            batch. A wrong gradient shows from the second on.
-        autocast: The dtype of autocast over float32 weights, or None where the weights have the case's dtype.
-        loss_module: A module inside ``loss`` that declares regions of its own, compiled where the model's are.
-        after_compile: What is done to a zoo model whose regions were compiled: activation checkpointing.
-        shapes: A batch of each shape that the arm declares, the largest first; the first call, and a capture, go
-            through all of them. Empty where all batches have one shape, or shapes come as they come.
-        loader: Makes an epoch's batches in order, on the device, of shapes that differ. Timed steps take
-            theirs from it, epoch after epoch, and wait for it. None: they go round batches that lie ready.
-        round: Timed steps of a round, the same in every arm, so that all of them deal with the same batches; with a
-            loader that works ahead a whole epoch of it, so that it rests while other arms work. Needed with a loader.
-    """
-
-    loss: Callable[[Any, Any], torch.Tensor]
-    batch: Callable[[int], Any]
-    learning_rate: float
+    loss: Callable[[Any, Any], torch.Tensor]  # called with the case's model, compiled or not, and a batch: a scalar
+    batch: Callable[[int], Any]  # the i-th batch on the device, drawn anew and the same at each call
+    learning_rate: float  # small enough that the first steps lower the loss
+    # So many losses from the same weights, each on another batch, are compared with the reference. A wrong gradient
+    # shows from the second on.
     checked: int = 6
-    autocast: torch.dtype | None = None
-    loss_module: nn.Module | None = None
-    after_compile: Callable[[nn.Module], Any] | None = None
+    autocast: torch.dtype | None = None  # over float32 weights; None where the weights have the case's dtype
+    loss_module: nn.Module | None = None  # inside ``loss``, with regions of its own, compiled where the model's are
+    after_compile: Callable[[nn.Module], Any] | None = None  # of a zoo model by regions: activation checkpointing
+    # A batch of each shape that the arm declares, the largest first; the first call, and a capture, go through all of
+    # them. Empty where all batches have one shape, or shapes come as they come.
     shapes: tuple[Any, ...] = ()
+    # An epoch's batches in order, on the device, of shapes that differ. Timed steps take theirs from it, epoch after
+    # epoch, and wait for it. None: they go round batches that lie ready.
     loader: Callable[[], Iterable[Any]] | None = None
+    # Timed steps of a round, with a loader: the same in every arm, so that all deal with the same batches; where it
+    # works ahead a whole epoch, so that it rests while other arms work.
     round: int | None = None
 
 

@@ -28,7 +28,7 @@ from benchmarks.families.base import (
 )
 from benchmarks.plan import Case
 from benchmarks.strategies import checkpointed, reference_losses
-from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
+from zoo.bert import Bert, BertConfig, pack, token_buckets
 from zoo.bert.convert import placements, skeleton
 from zoo.bert.model import PRESETS
 
@@ -103,7 +103,7 @@ class BertWorkload(Workload):
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
         model: nn.Module
         if case.impl == "zoo":
-            model = ZooStep(zoo_model(Bert, config, weights, placements(config)))
+            model = bert_arms.ZooStep(zoo_model(Bert, config, weights, placements(config)))
             if given.skewed:
                 with timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
@@ -111,7 +111,7 @@ class BertWorkload(Workload):
                 inputs = {"input_ids": batch.to(device)}
                 sizes["packed_tokens"] = batch.input_ids.numel()
         else:
-            model = bert_arms.UpstreamStep(bert_arms.build(config, weights), ready_mask=case.impl == "upstream-tuned")
+            model = bert_arms.Step(bert_arms.build(config, weights), ready_mask=case.impl == "upstream-tuned")
             if given.skewed:
                 inputs["attention_mask"] = host_mask.to(device)
 
@@ -134,22 +134,6 @@ class BertWorkload(Workload):
             count=given.batch,
             unit="sequences",
         )
-
-
-class ZooStep(nn.Module):
-    """One call of the zoo's model: of full rows all that it returns, of a packed batch what is pooled."""
-
-    regions = Bert.regions
-
-    def __init__(self, model: Bert) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor | PackedBatch) -> Tensor | tuple[Tensor, Tensor]:
-        """Ids [B, T], or a packed batch -> hidden states [B, T, C] and pooled [B, C], or these alone."""
-        output: Any = self.model(input_ids)
-        pooled: Tensor = output.pooler_output
-        return pooled if isinstance(input_ids, PackedBatch) else (output.last_hidden_state, pooled)
 
 
 # --- training ---

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.families.base import parameters_of
-from zoo.bert import Bert, BertConfig, pack, token_buckets
+from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.convert import reset_buffers, skeleton
 from zoo.bert.packing import filling_rows
 
@@ -239,25 +239,34 @@ def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
     return model.requires_grad_(False).eval()
 
 
-class UpstreamStep(nn.Module):
-    """One call of the library's model: of full rows all that it returns, of others what is pooled.
+class Step(nn.Module):
+    """One call of a model: of full rows all that it returns, of others what is pooled.
 
     ``ready_mask`` hands over the mask as attention takes it, which the library documents. By its own means it looks at
     the mask in every call, and waits for the GPU, to find out whether it is needed.
     """
 
-    def __init__(self, model: nn.Module, *, ready_mask: bool) -> None:
+    def __init__(self, model: nn.Module, *, ready_mask: bool = False) -> None:
         super().__init__()
         self.model, self.ready_mask = model, ready_mask
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Ids and mask [B, T] -> hidden states [B, T, C] and pooled [B, C], or these alone."""
+    def forward(
+        self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Ids and mask [B, T], or a packed batch -> hidden states [B, T, C] and pooled [B, C], or these alone."""
         mask = attention_mask
         if mask is not None and self.ready_mask:
             mask = mask.bool()[:, None, None]
         output = self.model(input_ids, attention_mask=mask)
         pooled: Tensor = output.pooler_output
-        return pooled if attention_mask is not None else (output.last_hidden_state, pooled)
+        ragged = mask is not None or isinstance(input_ids, PackedBatch)
+        return pooled if ragged else (output.last_hidden_state, pooled)
+
+
+class ZooStep(Step):
+    """The same of the zoo's model."""
+
+    regions = Bert.regions
 
 
 @torch.no_grad()
@@ -265,7 +274,7 @@ def reference_output(
     config: BertConfig, weights: Mapping[str, Tensor], input_ids: Tensor, mask: Tensor | None
 ) -> Tensor:
     """What a step returns, as one vector: eager upstream in float64 on these weights, some rows at a time."""
-    step = UpstreamStep(build(config, weights).double(), ready_mask=False)
+    step = Step(build(config, weights).double())
     ids = input_ids.split(REFERENCE_ROWS)
     masks = [None] * len(ids) if mask is None else mask.split(REFERENCE_ROWS)
     outputs = [step(*rows) for rows in zip(ids, masks, strict=True)]

@@ -138,14 +138,9 @@ class GnnWorkload(Workload):
             data=graph.data,
             preparation_seconds={} if what is None else {what: preparation[""]},
             sizes={
-                "nodes": graph.nodes,
-                "edges": graph.edges,
-                "max_degree": graph.max_degree,
-                "features": arch.features,
-                "classes": graph.classes,
-                "layers": arch.layers,
+                **{name: getattr(graph, name) for name in ("nodes", "edges", "max_degree", "classes")},
+                **{name: getattr(arch, name) for name in ("features", "layers", "heads")},
                 "width": arch.hidden,
-                "heads": arch.heads,
                 "parameters": gnn_arms.parameters(arch),
             },
         )
@@ -163,17 +158,16 @@ def _implementation(
 
     Where parts of the graph are sampled nothing of the whole is prepared, and no input is left.
     """
-    sampled = case.input.endswith(SAMPLED)
-    if case.impl == "upstream" or (sampled and case.impl == "upstream-tuned"):
-        return shipped, {} if sampled else {"edge_index": graph.edge_index}, None
+    if case.input.endswith(SAMPLED):
+        return zoo.from_upstream(shipped) if case.impl == "zoo" else shipped, {}, None
+    if case.impl == "upstream":
+        return shipped, {"edge_index": graph.edge_index}, None
     if case.impl == "upstream-tuned":
         layout = gnn_arms.tuned_layout(case, arch.kind)
         autocast = autocast_of(dtype_of(case)) if case.workload == "train" else None
         model, inputs = gnn_arms.tune(arch, shipped, graph.edge_index, graph.nodes, layout, autocast=autocast)
         return model, inputs, "CSR adjacency" if layout == "csr" else "sorted edges"
     ours: Any = zoo.from_upstream(shipped)
-    if sampled:
-        return ours, {}, None
     return ours, {"edge_index": ours.prepare(graph.edge_index, num_nodes=graph.nodes)}, "CSRGraph"
 
 

@@ -190,7 +190,7 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
     finally:
         zoo.uncompile(model)
     facts = recorder.facts()
-    return Counts(facts.graphs, len(facts.breaks), len(facts.recompiles))
+    return Counts(facts.graphs or 0, len(facts.breaks), len(facts.recompiles))
 
 
 def _call(model: nn.Module, calls: Iterable[Mapping[str, Any]]) -> None:

@@ -150,13 +150,7 @@ class UNetWorkload(Workload):
             flops=unet_arms.flops(config, batch, size, training=training),
             data="generated, normal",
             preparation_seconds=preparation,
-            sizes={
-                "batch": batch,
-                "pixels": size,
-                "tokens": unet_arms.TOKENS,
-                "blocks": len(config.blocks()),
-                "parameters": unet_arms.parameters(config),
-            },
+            sizes={"batch": batch, "pixels": size, "blocks": len(config.blocks()), **unet_arms.model_sizes(config)},
         )
         return _for_training(case, prepared, config, weights, batch, size) if training else prepared
 
@@ -183,13 +177,9 @@ class ZooLoop(nn.Module):
         self.sampler = self._make(cuda_graph=False)
 
     def forward(
-        self,
-        prompt_embeds: Tensor,
-        negative_prompt_embeds: Tensor,
-        latents: Tensor,
-        pooled_prompt_embeds: Tensor | None = None,
-        negative_pooled_prompt_embeds: Tensor | None = None,
-    ) -> Tensor:
+        self, prompt_embeds: Tensor, negative_prompt_embeds: Tensor, latents: Tensor,
+        pooled_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
 
         Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
@@ -248,11 +238,8 @@ def prepare_run(
     """Build the run around a model."""
     device, dtype = weights.device, weights.dtype
     text = (1, unet_arms.TOKENS, config.cross_attention_dim)
-    shapes: dict[str, tuple[int, ...]] = {
-        "prompt_embeds": text,
-        "negative_prompt_embeds": text,
-        "latents": (1, config.in_channels, size, size),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": text, "negative_prompt_embeds": text}
+    shapes["latents"] = (1, config.in_channels, size, size)
     if config.addition_embed_type is not None:
         width, _ = unet_arms.added_conditions(config, 1, size, device)
         shapes |= {"pooled_prompt_embeds": (1, width), "negative_pooled_prompt_embeds": (1, width)}
@@ -289,13 +276,7 @@ def prepare_run(
         flops=steps * unet_arms.flops(config, ROWS, size),
         data="generated, normal",
         preparation_seconds=preparation,
-        sizes={
-            "images": 1,
-            "steps": steps,
-            "pixels": size,
-            "tokens": unet_arms.TOKENS,
-            "parameters": unet_arms.parameters(config),
-        },
+        sizes={"images": 1, "steps": steps, "pixels": size, **unet_arms.model_sizes(config)},
         count=1,
         unit="images",
     )
@@ -312,11 +293,7 @@ def run_bytes(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
 
 
 class NoiseLoss:
-    """Mean squared error of the predicted noise.
-
-    Args:
-        device: Where the tables lie: how much of the latents, and of noise, is left at each timestep.
-    """
+    """Mean squared error of the predicted noise; on ``device`` lies how much of latents and noise each timestep has."""
 
     def __init__(self, device: torch.device | str) -> None:
         variances = torch.linspace(_FIRST**0.5, _LAST**0.5, _STEPS, dtype=torch.float64).square()

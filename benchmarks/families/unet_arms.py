@@ -129,10 +129,8 @@ def draw_inputs(
     }
     if config.addition_embed_type is not None:
         pooled, time_ids = added_conditions(config, batch, size, device)
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal("pooled text", batch, pooled),
-            "time_ids": time_ids.to(dtype),
-        }
+        added = {"text_embeds": normal("pooled text", batch, pooled), "time_ids": time_ids.to(dtype)}
+        inputs["added_cond_kwargs"] = added
     return inputs
 
 
@@ -153,6 +151,11 @@ def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.de
 def parameters(config: UNetConfig) -> int:
     """All weights."""
     return parameters_of(UNet, config)
+
+
+def model_sizes(config: UNetConfig) -> dict[str, int]:
+    """What a reader needs to know of text and model."""
+    return {"tokens": TOKENS, "parameters": parameters(config)}
 
 
 def reference_dtype(config: UNetConfig, copies: int = 1) -> torch.dtype:

@@ -19,19 +19,13 @@ from benchmarks.report.docs import drift, update
 from benchmarks.report.show import folder_of_reports, render, write_html
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = "Folder or file of rows. With --update or --check: Markdown files; README.md and docs if omitted."
 
 
 def command(
-    paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Folder or file of rows. With --update or --check: Markdown files; README.md and docs if omitted."
-        ),
-    ] = None,
+    paths: Annotated[list[Path] | None, typer.Argument(help=PATHS)] = None,
     update_blocks: Annotated[bool, typer.Option("--update", help="Rewrite the generated blocks.")] = False,
-    check_blocks: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a block differs from the rows.")
-    ] = False,
+    check_blocks: Annotated[bool, typer.Option("--check", help="Exit with 1 if a block differs.")] = False,
     results: Annotated[Path, typer.Option(help="Rows that the blocks are made from.")] = RESULTS,
 ) -> int:
     """Show rows as tables, or make the tables in Markdown files from them."""

@@ -68,9 +68,8 @@ def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) 
                 ratio = race.speedup(race.ours, best) if race.ours else None
                 if ratio is not None:
                     errors = [[ratio.value - ratio.low], [ratio.high - ratio.value]] if ratio.has_interval else None
-                    axes.errorbar(
-                        ratio.value, place + offset, xerr=errors, fmt=shape, color=COLOURS[impl], markersize=5
-                    )
+                    style: Any = {"fmt": shape, "color": COLOURS[impl], "markersize": 5}
+                    axes.errorbar(ratio.value, place + offset, xerr=errors, **style)
         axes.axvline(1, color=INK, linewidth=1)
         axes.set_yticks(range(len(compared)), [_short(titles[race]) for race in compared])
         axes.set_ylim(len(compared) - 0.5, -0.5)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from benchmarks.plan import Case
 from benchmarks.record import Compile, Kernel, Work
 from benchmarks.report import cells
 from benchmarks.report.cells import NOTHING, significant, speedup_and_verdict
-from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, select
+from benchmarks.report.model import SELECTING, UPSTREAM, MeasuredArm, MeasuredRace, select
 from benchmarks.stats import Ratio
 
 Table = tuple[list[str], list[list[str]]]
@@ -120,11 +121,10 @@ def decomposition(race: MeasuredRace) -> Table:
     Own kernels are a step where the zoo was raced without them; elsewhere all steps of ours hold them.
     """
     apart = separates_kernels(race)
-    case = race.case
-    shared = {key: getattr(case, key) for key in ("family", "model", "input", "workload", "dtype", "device")}
+    shared: dict[str, Any] = dict(zip(SELECTING, race.case.race, strict=False))
 
-    def step(**options: object) -> Case:
-        return Case(**shared, **options)  # type: ignore[arg-type]
+    def step(**options: Any) -> Case:
+        return Case(**shared, **options)
 
     by = "torch's operators" if apart else "own kernels"
     steps = {
