@@ -1,7 +1,6 @@
 """Verdicts on claims follow from rows alone: synthetic ones here, with every way a claim can come out."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,6 @@ def outcomes(one: Part, *results: Result) -> list[str]:
     return [place.outcome + f" {place.why}".rstrip() for place in places(one, shown(*results))]
 
 
-@pytest.mark.parametrize(
-    ("allowed", "said"),
-    [
-        ("1.4 to 1.6", "holds"),
-        ("1.6 to 1.8", "fails less"),
-        ("1.1 to 1.3", "fails more"),
-        ("at least 1.0", "holds"),
-        ("at most 1.0", "fails more"),
-        ("around 3/2", "holds"),
-        ("1.4 to 1.5", "open"),
-        ("1.5 to 1.6", "open"),
-    ],
-)
-def test_where_the_interval_lies_decides(allowed: str, said: str) -> None:
-    assert outcomes(part(allowed), *pair(1.5)) == [said]
-
-
 def test_what_does_not_run_fails_and_what_was_not_run_says_nothing() -> None:
     eager = row(impl="upstream", strategy="eager")
     crash = failure("crashed", "misaligned address", impl="upstream", strategy="full")
@@ -77,30 +59,12 @@ def test_a_wrong_output_is_no_gain() -> None:
     assert outcomes(part("at most 10", figure="error over eager's", arms=(FULL,)), eager, full, twin) == ["fails more"]
 
 
-def test_what_places_say_together() -> None:
-    together = {
-        "": "not measured yet", "holds holds": "holds", "fails": "fails", "open open": "cannot be told",
-        "holds fails open": "holds in part", "holds open": "holds in part, the rest cannot be told",
-        "open fails": "fails in part, the rest cannot be told",
-    }  # fmt: skip
-    assert {found: claims.verdict(found.split()) for found in together} == together
-
-
 def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
     results = [*pair(1.5), *pair(2.5, environment="e2")]
     a100 = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "gpu": "NVIDIA A100"}}
     assert [place.outcome for place in places(part("1.4 to 1.6"), races(results, a100))] == ["holds", "fails"]
     newer = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
     assert [place.outcome for place in places(part("1.4 to 1.6"), races(results, newer))] == ["fails"]
-
-
-def test_a_race_that_was_run_for_the_claim_counts_before_its_familys() -> None:
-    family, extra = shown(*pair(1.1)), [replace(race, extra="claim-10") for race in shown(*pair(1.5))]
-    assert [place.outcome for place in places(part("1.4 to 1.6"), [*extra, *family])] == ["holds"]
-    # The family's where the extra race lacks the arms.
-    (alone,) = shown(row(1.0, impl="upstream", strategy="eager"))
-    found = places(part("1.4 to 1.6"), [replace(alone, extra="claim-10"), *family])
-    assert [place.outcome for place in found] == ["fails"]
 
 
 def test_figures_without_their_numbers_are_not_measured() -> None:

@@ -210,24 +210,6 @@ def test_a_table_without_rows_says_so(text: str) -> None:
     assert _table(text, []).startswith("No rows measured yet; run `python -m benchmarks.run --")
 
 
-LOST = race({"zoo regional + CUDA graph": 20.0}, input="arxiv")
-OURS_ALONE = [result for result in race() if result.case.impl == "zoo"]
-
-
-@pytest.mark.parametrize(
-    ("results", "said"),
-    [
-        (race(), r"\| gcn, cora \| 0.0534 / 0.0492 \| 1.085× \|"),
-        ([*race(), *LOST], r"\| gcn, arxiv.* \| "),
-        (race({"zoo regional": 4.0}), r"\| gcn, cora, zoo regional \| .* \| 0\."),
-        (OURS_ALONE, r"\| gcn, cora \| – / 0.0492 \| – \|"),
-    ],
-)
-def test_a_brief_table_has_the_fastest_upstream_arm_and_our_worst_row(results: list[Result], said: str) -> None:
-    text = _table("brief family=gnn input=cora", results)
-    assert re.search(said, text) and "```" not in text
-
-
 def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
     results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
     next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3

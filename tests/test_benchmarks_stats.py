@@ -65,23 +65,3 @@ def test_too_few_rounds_give_no_interval() -> None:
 def test_mismatched_rounds(reference_rounds: list[int], arm_rounds: list[int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         stats.paired_ratio([1.0, 1.0], [1.0, 1.0], reference_rounds, arm_rounds)
-
-
-def test_a_difference_below_the_noise_is_undetermined() -> None:
-    small_gain = _ratio(1.01, 1.03)
-    assert stats.verdict(small_gain, 0.0) == "faster"
-    assert stats.verdict(small_gain, None) == "faster"
-    assert stats.verdict(small_gain, 0.02) == "undetermined"
-    assert stats.verdict(_ratio(0.95, 0.97), 0.02) == "slower"
-    assert stats.verdict(_ratio(0.97, 0.99), 0.02) == "undetermined"
-    assert stats.verdict(_ratio(0.9, 1.1), 0.0) == "undetermined"
-
-
-def test_break_even() -> None:
-    assert stats.break_even_calls(2.0, eager_ms=3.0, arm_ms=1.0) == 1000
-    assert stats.break_even_calls(0.0011, eager_ms=2.0, arm_ms=1.0) == 2
-    assert stats.break_even_calls(-0.01, eager_ms=2.0, arm_ms=1.0) == 0
-    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.0) == math.inf
-    assert stats.break_even_calls(2.0, eager_ms=1.0, arm_ms=1.5) == math.inf
-    with pytest.raises(ValueError, match="nan"):
-        stats.break_even_calls(math.nan, eager_ms=2.0, arm_ms=1.0)
