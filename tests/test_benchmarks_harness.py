@@ -182,15 +182,10 @@ def test_the_host_does_not_wait_for_the_device():
     assert taken is not None and whole is not None and 0 < taken < whole / 2
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    clock = [0.0]
-    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: clock[0])
-    return clock
-
-
-def test_lines_say_what_runs_how_far_and_how_long(now: list[float]):
-    text = io.StringIO()
+def test_lines_say_what_runs_how_far_and_how_long(monkeypatch: pytest.MonkeyPatch):
+    assert [words(seconds) for seconds in (0, 7, 43, 89, 150)] == ["1 s", "7 s", "45 s", "90 s", "2 min"]
+    text, now = io.StringIO(), [0.0]
+    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: now[0])
     progress = Progress(Console(file=text, width=80), 100)
     progress.race("gcn on karate")
     progress.begin("zoo full: cold process", 40)
@@ -205,8 +200,3 @@ def test_lines_say_what_runs_how_far_and_how_long(now: list[float]):
     assert lines[1].startswith("  [  0 %] zoo full: cold process, about 2 min left")
     assert [line[:9] for line in lines[2:4]] == ["  [ 40 %]", "  [ 70 %]"] and len(lines) == 5
     assert all(len(line) <= 80 for line in lines) and all(line.endswith("left") for line in lines[1:4])
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0, "1 s"), (7, "7 s"), (43, "45 s"), (89, "90 s"), (150, "2 min")])
-def test_durations_for_people(seconds: float, text: str):
-    assert words(seconds) == text

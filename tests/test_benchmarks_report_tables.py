@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks.plan import arms_of
-from benchmarks.plan import merged as merged_commands
 from benchmarks.record import Result, Rows, Steady
 from benchmarks.report import cells, docs, show
 from benchmarks.report.docs import Spec, make_table, make_value
@@ -151,37 +150,6 @@ def test_terminal_of_odd_rows() -> None:
 
 
 # Markdown
-
-
-# Commands
-
-
-RUN = "python -m benchmarks.run --family gnn"
-STATIC = [f"{RUN} --strategy {strategy} --rounds 30" for strategy in ("eager", "full")]
-FULL, REGIONAL = (f"{RUN} --strategy {s} --dynamic --arm 'zoo {s} dynamic' --rounds 30" for s in ("full", "regional"))
-
-
-@pytest.mark.parametrize(
-    ("given", "merged"),
-    [
-        (["--model gcn --rounds 3", "--model gcn --rounds 4"], ["--model gcn --rounds 3", "--model gcn --rounds 4"]),
-        (["--model gcn --strategy full", "--model sage"], ["--model gcn --strategy full", "--model sage"]),
-        (["--arm 'zoo *'", "--dynamic"], ["--arm 'zoo *'", "--dynamic"]),
-        # Dynamic arms are measured by the run that measures the static ones; alone they stay alone.
-        ([*STATIC, FULL], ["--strategy eager,full --rounds 30 --dynamic"]),
-        ([FULL, *STATIC], ["--strategy full,eager --rounds 30 --dynamic"]),
-        ([FULL, FULL], ["--strategy full --rounds 30 --dynamic --arm 'zoo full dynamic'"]),
-        (
-            [FULL, REGIONAL],
-            ["--strategy full,regional --rounds 30 --dynamic --arm 'zoo full dynamic' --arm 'zoo regional dynamic'"],
-        ),
-        # Where a command names none, all are measured, so no arm is named.
-        (["--strategy full --rounds 30 --dynamic", REGIONAL], ["--strategy full,regional --rounds 30 --dynamic"]),
-    ],
-)
-def test_commands_that_differ_in_lists_alone_become_one(given: list[str], merged: list[str]) -> None:
-    whole = [line if line.startswith(RUN) else f"{RUN} {line}" for line in given]
-    assert merged_commands([*whole, "make bench"]) == [*(f"{RUN} {line}" for line in merged), "make bench"]
 
 
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:

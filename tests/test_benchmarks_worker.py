@@ -22,9 +22,7 @@ def preparation(case: Case) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BENCHMARKS_BACKEND", "eager")
+pytestmark = pytest.mark.usefixtures("eager_backend")
 
 
 @pytest.mark.parametrize("kernels", [True, False])
