@@ -25,14 +25,11 @@ class Notes:
     """A reporter that remembers."""
 
     def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.seconds: list[float] = []
-        self.notes: list[str] = []
+        self.begun, self.notes = [], []
 
     def begin(self, what: str, seconds: float) -> None:
         assert seconds > 0
         self.begun.append(what)
-        self.seconds.append(seconds)
 
     def partway(self, share: float) -> None:
         assert 0 < share <= 1

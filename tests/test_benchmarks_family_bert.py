@@ -40,9 +40,6 @@ def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
     assert "attention_mask" not in prepare(impl="upstream").inputs
 
 
-# Training
-
-
 def test_labels_can_be_learnt_from_words():
     training = training_of(impl="upstream")
     config, rows = config_of("bert-debug"), Task(batch=64, length=32)
@@ -122,13 +119,3 @@ def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
     assert lengths == 8 and found["static"] in (7, 8)
     assert 0 < found["as shipped"] <= 2
     assert found["padded"] == found["packed"] == 0
-
-
-def test_figures_of_an_epoch_are_means_of_its_batches():
-    prepared, padded = prepare(workload="train", input=EPOCH), prepare(workload="train", input=EPOCH, impl="upstream")
-    batches = [batch["attention_mask"].sum(1).tolist() for batch in padded.training.loader()]
-    config = config_of("bert-debug")
-    assert prepared.sizes["tokens"] == sum(map(sum, batches)) // 20 == prepared.count
-    assert prepared.flops == sum(bert_arms.training_flops(config, rows) for rows in batches) // 20 == padded.flops
-    assert prepared.sizes["tokens"] < prepared.sizes["packed_tokens"] < padded.sizes["padded_tokens"] < 4 * 32
-    assert list(prepared.preparation_seconds) == ["packing an epoch on the host"] and not padded.preparation_seconds

@@ -117,9 +117,6 @@ def test_the_reference_of_a_large_graph_holds_no_messages(kind: str, monkeypatch
     assert made and error(found, expected) < 1e-7
 
 
-# Training
-
-
 @pytest.mark.parametrize("model", ["gcn", "graphsage"])
 @pytest.mark.parametrize(("dtype", "held"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
 def test_a_tuned_adjacency_is_of_the_dtype_that_gradients_have(model: str, dtype: str, held: torch.dtype):

@@ -98,9 +98,6 @@ def test_reset_makes_the_next_call_the_first_again(impl: str):
     assert torch.equal(call(prepared), second)
 
 
-# Training
-
-
 def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
     assert workloads.prepare(CASE).training.checked == 6
     monkeypatch.setattr(llm, "_LONG", 15)
@@ -120,11 +117,3 @@ def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(losses[0], losses[1])
     gradients = [torch.autograd.grad(loss, weights) for loss in losses]
     torch.testing.assert_close(gradients[0], gradients[1])
-
-
-def test_labels_are_the_next_tokens():
-    training = workloads.prepare(CASE).training
-    batch = training.batch(0)
-    assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
-    assert torch.equal(batch["labels"][:, :-1], batch["input_ids"][:, 1:])
-    assert (batch["labels"][:, -1] == -100).all()

@@ -69,9 +69,6 @@ def test_fused_weights_are_those_that_diffusers_adds():
         assert sum(p.numel() for p in theirs.parameters()) == expected
 
 
-# Whole runs
-
-
 @pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
 @pytest.mark.parametrize(("impl", "input"), [*((impl, LOOP) for impl in IMPLEMENTATIONS), ("zoo", "pipeline-3x8x8")])
 def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, input: str, model: str):
@@ -104,9 +101,6 @@ def test_the_model_is_compiled_and_the_loop_is_not(impl: str, input: str, monkey
     compiled = strategies.apply(asked, prepared)
     assert compiled is prepared.model
     assert all(error(call(prepared), expected) < 1e-5 for _ in range(2)) and counter.frame_count == 1
-
-
-# Training
 
 
 @pytest.mark.slow

@@ -31,15 +31,6 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_report_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "run" / "rows.jsonl", [*race(), failure("timeout", "60 s", strategy="hierarchical")])
-    assert main([str(tmp_path / "run")]) == 0
-    shown = capsys.readouterr().out
-    assert "zoo regional + CUDA graph" in shown and "zoo hierarchical: timeout: 60 s" in shown
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "zoo regional + CUDA graph" in page and "zoo hierarchical: timeout" in page
-
-
 def test_report_of_committed_rows_does_not_land_among_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,9 +137,6 @@ def _page(results: list[Result], environments: Mapping[str, Mapping[str, object]
     return Page(show.report(results, environments))
 
 
-# The page
-
-
 def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> None:
     results = [
         *race(),
@@ -218,9 +206,6 @@ def test_hostile_strings_stay_text() -> None:
     page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
     assert "script" not in page.tags and page.loads == []
     assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
-
-
-# The leading sentence
 
 
 TUNED = "upstream-tuned full + CUDA graph"

@@ -28,9 +28,6 @@ def _printed(results: list[Result], width: int) -> str:
     return text
 
 
-# Numbers
-
-
 def test_numbers() -> None:
     numbers = (None, 0, 0.5, 0.04918, 9.996, 99.96, 999.4, 999.6, 12345.6, 0.00012345, math.inf)
     said = ["–", "0", "0.500", "0.0492", "10.0", "100", "999", "1,000", "12,346", "1.23e-04", "∞"]
@@ -95,9 +92,6 @@ def test_notes_say_what_is_not_as_it_should_be(change: Callable[[list[Result]], 
     assert regional.paid("warm") is not None and results[7].cold.seconds == 1.4, "the row keeps both"
 
 
-# Terminal
-
-
 def _extreme() -> list[Result]:
     """Every column at its widest: a long arm name, an arm that loses by far, counts of three digits, failures."""
     results = race({"upstream regional": 15.0, "upstream full": 1234.0})
@@ -147,9 +141,6 @@ def test_terminal_of_odd_rows() -> None:
     assert "Fewer than 6 rounds, so no interval: zoo eager." in text
     empty = Result(case=row().case, environment="e1", steady=Steady())
     assert "zoo eager" in _printed([empty], 80)
-
-
-# Markdown
 
 
 def test_merged_commands_are_ones_that_the_harness_takes() -> None:
@@ -217,9 +208,6 @@ def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:
 def test_wrong_markers(make: Callable[[Spec, Rows], str], text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(Spec.parse(text), Rows([*race(), *race(model="gat")], ENVIRONMENTS))
-
-
-# Markers
 
 
 def _rewritten(text: str) -> str:

@@ -28,21 +28,6 @@ def prepare(**changes: Any) -> Prepared:
     return load(FAKE).prepare(replace(CASE, **changes), data_root=None, seed=0)
 
 
-def trainer(**changes: Any) -> Trainer:
-    return Trainer(replace(CASE, **changes), prepare(**changes))
-
-
-@pytest.mark.parametrize("impl", ["zoo", "upstream"])
-def test_our_step_and_the_plain_loop_take_the_same_steps(impl: str):
-    arm = trainer(impl=impl)
-    prepared = prepare(impl=impl)
-    exact = prepared.reference()
-    losses = arm.losses(arm.eager())
-    assert losses.shape == exact.shape == (prepared.training.checked,)
-    torch.testing.assert_close(losses.double(), exact, rtol=1e-5, atol=0)
-    torch.testing.assert_close(arm.losses(arm.eager()), losses, rtol=0, atol=0)
-
-
 @pytest.mark.gpu
 def test_a_captured_arm_takes_the_same_steps():
     case = replace(CASE, device="cuda", cuda_graph=True)

@@ -51,15 +51,12 @@ def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strateg
         {"op": "stop"},
     )
     assert by_op["prepare"]["model_bytes"] == 3 * (8 * 8 + 8) * 4
-    assert by_op["start_up"]["flops"] == 3 * 2 * 16 * 8 * 8
-    assert by_op["start_up"]["seconds"] > 0
-    assert by_op["first_call"]["graphs"] == graphs
-    assert by_op["first_call"]["breaks"] == []
+    assert by_op["start_up"]["flops"] == 3 * 2 * 16 * 8 * 8 and by_op["start_up"]["seconds"] > 0
+    assert by_op["first_call"]["graphs"] == graphs and by_op["first_call"]["breaks"] == []
     assert 1 <= len(by_op["first_call"]["later_calls"]) <= 5 and min(by_op["first_call"]["later_calls"]) > 0
     # Upstream hands its first block a tensor from outside of inference mode, the others one from inside.
     assert len(by_op["first_call"]["recompiles"]) == graphs - 1
-    assert by_op["check"]["error"] < 1e-6
-    assert by_op["check"]["eager_error"] < 1e-6
+    assert max(by_op["check"]["error"], by_op["check"]["eager_error"]) < 1e-6
     assert by_op["check"]["reference_dtype"] == "float64"
     assert [by_op["kernels"][name] for name in ("kernels", "longest", "others")] == [None] * 3, "of a CPU"
     assert by_op["kernels"]["recompiles"] == [], "the reference, computed in between, must change nothing"

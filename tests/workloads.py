@@ -3,10 +3,9 @@
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.families import Prepared, load
-from benchmarks.families.base import Training
+from benchmarks.families.base import Training, tensors
 from benchmarks.plan import Case
 from benchmarks.strategies import Trainer, execution_mode
 
@@ -33,10 +32,6 @@ class Arms:
 
     def training(self, **changes: Any) -> Training:
         return training_of(self.case(workload="train", **changes))
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def flat(output: Any) -> torch.Tensor:
