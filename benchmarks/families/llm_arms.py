@@ -101,13 +101,18 @@ class Step(nn.Module):
 
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None) -> None:
         super().__init__()
-        self.model, self.task, self.past = model, task, past
+        self.model: Any = model
+        self.task = task
+        self.past: Any = past
         self.stride = task.stride  # a search, which a compiler cannot trace
         self.first_tokens = tokens[:, -1:].cpu()
         self.hold("tokens", torch.empty_like(tokens[:, -1:]))
         self.hold("positions", torch.empty_like(self.tokens))
         self.hold("last", torch.full_like(self.tokens, task.length))  # position of an answer's token
-        self.layers: list[tuple[Tensor, Tensor]] = []  # keys and values of the cache
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the cache."""
+        return []
 
     def hold(self, name: str, tensor: Tensor) -> None:
         """Make a tensor part of the step, in memory that never moves."""
@@ -118,10 +123,9 @@ class Step(nn.Module):
         """Make the next call the first one again, and the cache what it was."""
         self.tokens.copy_(self.first_tokens)
         self.positions.fill_(self.task.first)
-        for index, layer in enumerate(self.layers):
-            if self.past is not None:
-                for held, drawn in zip(layer, self.past(index), strict=True):
-                    held.copy_(drawn)
+        for index, layer in enumerate(self.layers() if self.past is not None else ()):
+            for held, drawn in zip(layer, self.past(index), strict=True):
+                held.copy_(drawn)
 
     def move_on(self, by: int) -> None:
         """Move on within the upper half of the cache."""
@@ -144,8 +148,10 @@ class ZooStep(Step):
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:
             torch._dynamo.mark_static_address(layer)
-        self.layers = [(layer[0], layer[1]) for layer in self.cache.layers]
         self.reset()
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(layer[0], layer[1]) for layer in self.cache.layers]
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits [B, V] after ids [B, T], the most likely of which are the next tokens, a position on."""
@@ -198,10 +204,12 @@ class UpstreamStep(Step):
             heads, width = config.num_key_value_heads, config.head_dim
             self.cache.early_initialization(task.batch, heads, width, dtype=dtype, device=device)
             self.held |= {"use_cache": True, cache_argument(model): self.cache}
-            self.layers = [(layer.keys, layer.values) for layer in self.cache.layers]
             # Each layer of the cache counts its tokens itself.
             self.lengths: list[Tensor] = [layer.cumulative_length for layer in self.cache.layers]
         self.reset()
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(layer.keys, layer.values) for layer in self.cache.layers]
 
     def logits(self, ids: Tensor, **positions: Tensor) -> Tensor:
         """Logits [B, V] after ids [B, T], the most likely of which are the next tokens."""
@@ -214,7 +222,6 @@ class UpstreamDecode(UpstreamStep):
     """A token for each row from transformers' model over its ``StaticCache``, which holds ``past``."""
 
     def reset(self) -> None:
-        """Make the next call the first one again, and the cache what it was."""
         super().reset()
         for length in self.lengths:
             length.fill_(self.task.first)

@@ -287,7 +287,6 @@ def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, devic
 
 
 def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of the model's logits; a scalar."""
     return F.cross_entropy(model(batch["images"]), batch["labels"])
 
 

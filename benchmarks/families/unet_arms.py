@@ -149,7 +149,6 @@ def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.de
 
 
 def parameters(config: UNetConfig) -> int:
-    """All weights."""
     return parameters_of(UNet, config)
 
 

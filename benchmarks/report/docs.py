@@ -103,13 +103,10 @@ def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[
                 raise ValueError(f"line {here}: <!-- end table --> closes no table")
             if len(OPEN_VALUE.findall(line)) != len(VALUE.findall(line)):
                 raise ValueError(f"line {here}: a value is not closed on its line; add <!-- end -->")
-            line = VALUE.sub(functools.partial(_value, here, make_value), line)
+            value = functools.partial(_at, here, make_value)
+            line = VALUE.sub(lambda found, value=value: f"<!-- value:{found[1]}-->{value(found[1])}<!-- end -->", line)
         made.append(line)
     return "\n".join(made)
-
-
-def _value(line: int, make: Callable[[Spec], str], found: re.Match[str]) -> str:
-    return f"<!-- value:{found[1]}-->{_at(line, make, found[1])}<!-- end -->"
 
 
 def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
