@@ -17,7 +17,7 @@ import torch
 
 import zoo
 from benchmarks import families, machine, strategies, timing
-from benchmarks.families.base import tensors
+from benchmarks.families.base import flop_counter, tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import execution_mode
 from benchmarks.timing import once, synchronise
@@ -139,11 +139,9 @@ class Handler:
         return self.trainer.losses(step)
 
     def _count_flops(self) -> int:
-        from torch.utils.flop_counter import FlopCounterMode
-
         # Not in inference mode, where operators that are made of others hide them from the counter.
         mode = torch.no_grad() if self.trainer is None else torch.enable_grad()
-        with mode, FlopCounterMode(display=False) as counter:
+        with mode, flop_counter() as counter:
             if self.trainer is None:
                 self.model(**self.prepared.inputs)
             else:
