@@ -229,7 +229,7 @@ def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, which in torch 2.11 refuses attention with fewer heads of keys than of queries."""
+    """A counter of torch that also takes attention with fewer heads of keys than of queries, as torch 2.11 does not."""
     names = (f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
     attention = [getattr(torch.ops.aten, name) for name in names]
     return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(attention, _attention_flops))
