@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import zoo
+from zoo.engine.call import RegionCall
 from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize
+from zoo.training.parallel import groups_of
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -197,11 +200,19 @@ def not_finite(sizes: dict[str, int]) -> None:
 
 def decoding(sizes: dict[str, int]) -> None:
     """Tokens of a cache with the heads of this process."""
-    one = build("llm-debug", qk_norm=True).eval()
-    split = parallelize(copy.deepcopy(one), mesh_of(sizes), backend="eager")
+    one = build("llm-debug", qk_norm=True, qkv_bias=True).eval()
     ids = batches(one, 0)[0]["input_ids"]
-    assert split.make_cache(1, 8).layers[0].shape[2] == 1
-    torch.testing.assert_close(split.generate(ids, max_new_tokens=3), one.generate(ids, max_new_tokens=3))
+    for learns in (True, False):
+        split = parallelize(copy.deepcopy(one).requires_grad_(learns), mesh_of(sizes), backend="eager")
+        assert split.make_cache(1, 8).layers[0].shape[2] == 1
+        torch.testing.assert_close(split.generate(ids, max_new_tokens=3), one.generate(ids, max_new_tokens=3))
+        assert any(hasattr(each, "placements") for each in split.parameters()) == learns
+        with mock.patch.object(RegionCall, "_by_dynamo", side_effect=AssertionError("not a direct call")):
+            split.generate(ids, max_new_tokens=3)
+        torch.testing.assert_close(whole(split), dict(one.state_dict()))
+        assert len(groups_of(split)) == 1
+    split.load_state_dict({name: torch.zeros_like(value) for name, value in split.state_dict().items()})
+    assert not any(value.any() for value in whole(split).values())
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
