@@ -335,11 +335,11 @@ def one_dies(sizes: dict[str, int]) -> None:
 DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
 BOTH, HYBRID = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
 # How many processes each group has.
-PROCESSES = {"quick": 2, "one": 1, "families": 2, "four": 4}
+PROCESSES = {"quick": 2, "one": 1, "families": 2, "artifacts": 2, "four": 4}
 
 
 def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
-    """The checks of a group by name, in order. Groups after the first read its checkpoints."""
+    """The checks of a group by name, in order. Groups of one and of four read checkpoints of the first."""
     same = functools.partial(functools.partial, same_as_one_process)
     if group == "quick":
         return {
@@ -365,14 +365,13 @@ def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
     if group == "one":
         kinds = (("llm-debug", "dp_shard"), ("llm-debug", "tp"), ("gcn-debug", "dp_replicate"))
         return {f"{name} of {kind}": functools.partial(resume, folder, name, kind, build(name)) for name, kind in kinds}
+    ways = {"ddp": DP, "fsdp": FSDP}
     if group == "families":
         names = ("bert-debug", "resnet-debug", "unet-debug", "gcn-debug")
-        ways = {"ddp": DP, "fsdp": FSDP}
-        return {
-            **{f"{name} {way}": same(name, sizes) for name in names for way, sizes in ways.items()},
-            **{f"artifacts {way}": functools.partial(artifacts, sizes, folder) for way, sizes in ways.items()},
-            "artifacts tp": lambda: artifacts(TP, folder, learns=False),
-        }
+        return {f"{name} {way}": same(name, sizes) for name in names for way, sizes in ways.items()}
+    if group == "artifacts":
+        found = {way: functools.partial(artifacts, sizes, folder) for way, sizes in ways.items()}
+        return {**found, "tp": functools.partial(artifacts, TP, folder, learns=False)}
 
     def resumed(kind: str, sizes: dict[str, int]) -> None:
         resume(folder, "llm-debug", kind, parallelize(build("llm-debug"), mesh_of(sizes), backend="eager"))

@@ -48,10 +48,12 @@ def quick(folder: Path) -> dict[str, list[str]]:
     return run("quick", folder)
 
 
-@pytest.mark.parametrize(
-    "group", ["quick", "one", *(pytest.param(each, marks=pytest.mark.slow) for each in ("families", "four"))]
-)
-def test_several_processes(quick: dict[str, list[str]], folder: Path, group: str) -> None:
+SLOW = [pytest.param(group, marks=pytest.mark.slow) for group in ("families", "artifacts", "four")]
+
+
+@pytest.mark.parametrize("group", ["quick", "one", *SLOW])
+def test_several_processes(request: pytest.FixtureRequest, folder: Path, group: str) -> None:
+    quick = request.getfixturevalue("quick") if group in ("quick", "one", "four") else {}
     found = quick if group == "quick" else run(group, folder)
     assert found.keys() == checks(group, folder).keys()
     assert not any(map(any, found.values())), "\n".join(each for wrong in found.values() for each in wrong)
