@@ -54,6 +54,7 @@ def main(
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 10 with --quick.")] = None,
     curve: Annotated[int, typer.Option(help="Steps of each arm's loss curve; needs --workload train.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, generated inputs and the order of arms.")] = 0,
+    parallel: Annotated[str, typer.Option(help="ddp, fsdp or tp: spread arms over the processes of torchrun.")] = "",
     list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms without measuring.")] = False,
 ) -> int:
     """Measure the models of a family, ours and the upstream library's: eager, compiled whole and by regions."""
@@ -85,6 +86,22 @@ def main(
         for d in dtypes
         for m, i in _pairs(loaded, on, quick, workload, model or [], input or [])
     ]
+    if parallel:
+        from benchmarks import parallel as processes
+
+        if impl or strategy or mode or dynamic or curve or resume or list_:
+            raise UsageError("--parallel: arms are chosen by --arm and measured anew; leave out other options")
+        return processes.main(
+            loaded,
+            bases,
+            parallel,
+            only=arm or [],
+            out=out or RUNS / time.strftime("%Y%m%d-%H%M%S"),
+            rounds=rounds or 10,
+            timeout=timeout,
+            data_root=None if data_root is None else str(data_root),
+            seed=seed,
+        )
     cases, refused = expand(
         bases,
         loaded.refuses,

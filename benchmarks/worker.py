@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import zoo
 from benchmarks import families, machine, strategies, timing
-from benchmarks.families.base import count_flops, tensors
+from benchmarks.families.base import count_flops, flop_counter, tensors
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import Trainer, execution_mode
 from benchmarks.timing import once, synchronise
@@ -130,7 +129,7 @@ class Handler:
     def _count_flops(self) -> int:
         if self.trainer is None:  # not in inference mode, where operators that are made of others hide them
             return count_flops(self.model, **self.prepared.inputs)
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        with torch.enable_grad(), flop_counter() as counter:
             self.trainer.eager()()
         return int(counter.get_total_flops())
 

@@ -1,12 +1,14 @@
-"""One of several processes of the parallel tests: ``parallel_process.py rank processes folder``.
+"""One of several processes of the parallel tests: ``parallel_process.py rank group folder``.
 
-It runs all checks of its number of processes in turn and writes, for each, an empty text or what went wrong.
+It runs all checks of its group in turn and writes, for each, an empty text or what went wrong.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import math
 import os
 import sys
 import time
@@ -15,21 +17,28 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import zoo
+from zoo.engine.call import RegionCall
+from zoo.gnn import NeighborSampler
+from zoo.llm import LLMLayer
 from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize
+from zoo.training.parallel import collective_obstacles, groups_of
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bert-debug": NO_DROPOUT,
     "gcn-debug": {"dropout": 0.0},
+    "graphsage-debug": {"dropout": 0.0},
     "resnet-debug": {"dtype": torch.float64},
 }
 STEPS = 5
@@ -61,6 +70,19 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return torch.stack([(each.float() - 0.5).square().mean() for each in outputs]).sum()
 
 
+def sampled(model: nn.Module, part: int) -> list[Any]:
+    """Sampled batches with labels for each step; each process has seeds of its own."""
+    edges = torch.randint(64, (2, 400), generator=torch.Generator().manual_seed(0))
+    seeds = torch.arange(64)[part::2]
+    sampler = NeighborSampler(edges, fanouts=(3, 2, 2), batch_size=4, seeds=seeds, num_nodes=64, workers=0)
+    return [sampler.batch(0, index) for index in range(STEPS)]
+
+
+def sampled_loss(model: nn.Module, batch: Any) -> Tensor:
+    x = torch.randn(64, 12, generator=torch.Generator().manual_seed(0))
+    return F.cross_entropy(model(x[batch.nodes], batch.graphs), batch.labels(torch.arange(64) % 5))
+
+
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Its state with the parts of all processes put together."""
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
@@ -72,19 +94,23 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
 
 
-def same_as_one_process(name: str, sizes: dict[str, int], *, loss: Any = loss_of, **options: Any) -> None:
+def same_as_one_process(
+    name: str,
+    sizes: dict[str, int],
+    *,
+    loss: Any = loss_of,
+    drawn: Any = batches,
+    overrides: Any = None,
+    **options: Any,
+) -> None:
     """Five steps give the losses, norms and weights of one process that has all batches."""
-    overrides = options.pop("overrides", {})
-    one, mesh = build(name, **overrides), mesh_of(sizes)
+    one, mesh = build(name, **(overrides or {})), mesh_of(sizes)
     several = parallelize(copy.deepcopy(one), mesh, backend="eager", **options)
-    data = [each for each in sizes if each != "tp"]
-    parts = 1
-    for each in data:
-        parts *= sizes[each]
+    parts = math.prod(size for each, size in sizes.items() if each != "tp")
     own = dist.get_rank() // sizes.get("tp", 1)
     alone = TrainingStep(one, loss, optimizer_of(one), clip_norm=1.0)
     step = TrainingStep(several, loss, optimizer_of(several), clip_norm=1.0)
-    all_batches = list(zip(*(batches(one, part) for part in range(parts)), strict=True))
+    all_batches = list(zip(*(drawn(one, part) for part in range(parts)), strict=True))
     with zoo.enforce_budget(several, group=dist.group.WORLD):
         for several_batches in all_batches:
             torch.testing.assert_close(step(several_batches[own]), alone(*several_batches), rtol=1e-4, atol=1e-5)
@@ -124,6 +150,7 @@ def refusals(sizes: dict[str, int]) -> None:
     refused("no tensor-parallel plan for ResNet", lambda: parallelize(build("resnet-debug"), tp))
     refused("sharding is {'mp_policy': 1}, but", lambda: parallelize(llm, tp, sharding={"mp_policy": 1}))
     refused("compile is False, but backend", lambda: parallelize(llm, tp, compile=False, backend="eager"))
+    refused("compile is False, but checkpoint", lambda: parallelize(llm, tp, compile=False, checkpoint=LLMLayer))
     refused("the mesh has no tp", lambda: parallelize(llm, shard, plan={"layers.0.o_proj": None}))
     refused("on the meta device", lambda: parallelize(copy.deepcopy(llm).to("meta"), shard))
     both = mesh_of({"dp_replicate": 1, "tp": 2})
@@ -150,7 +177,14 @@ def refusals(sizes: dict[str, int]) -> None:
     stale.add_param_group({"params": list(split.embed_tokens.parameters())})
     refused("of AdamW's parameters are not of this LLM: make it after", lambda: TrainingStep(split, loss_of, stale))
     refused("whose loss scale", lambda: TrainingStep(split, loss_of, AdamW(split.parameters()), autocast=torch.float16))
-    assert "collectives of gloo run on the host" in zoo.training.parallel.collective_obstacles(split)[0]
+    assert "collectives of gloo run on the host" in collective_obstacles(split)[0]
+    with mock.patch.object(dist, "get_backend", return_value="nccl"), mock.patch.dict(os.environ):
+        os.environ.pop("NCCL_GRAPH_REGISTER", None)
+        assert "NCCL_GRAPH_REGISTER=0" in collective_obstacles(split)[0]
+        os.environ["NCCL_GRAPH_REGISTER"] = "0"
+        assert collective_obstacles(split) == []
+        replicated = parallelize(llm, mesh_of(sizes), compile=False)
+        assert "name the dimension dp_shard" in collective_obstacles(replicated)[0]
 
 
 def budget(sizes: dict[str, int]) -> None:
@@ -197,11 +231,56 @@ def not_finite(sizes: dict[str, int]) -> None:
 
 def decoding(sizes: dict[str, int]) -> None:
     """Tokens of a cache with the heads of this process."""
-    one = build("llm-debug", qk_norm=True).eval()
-    split = parallelize(copy.deepcopy(one), mesh_of(sizes), backend="eager")
+    one = build("llm-debug", qk_norm=True, qkv_bias=True).eval()
     ids = batches(one, 0)[0]["input_ids"]
-    assert split.make_cache(1, 8).layers[0].shape[2] == 1
-    torch.testing.assert_close(split.generate(ids, max_new_tokens=3), one.generate(ids, max_new_tokens=3))
+    for learns in (True, False):
+        split = parallelize(copy.deepcopy(one).requires_grad_(learns), mesh_of(sizes), backend="eager")
+        assert split.make_cache(1, 8).layers[0].shape[2] == 1
+        torch.testing.assert_close(split(ids), one(ids))
+        torch.testing.assert_close(split.generate(ids, max_new_tokens=3), one.generate(ids, max_new_tokens=3))
+        assert any(hasattr(each, "placements") for each in split.parameters()) == learns
+        with mock.patch.object(RegionCall, "_by_dynamo", side_effect=AssertionError("not a direct call")):
+            split.generate(ids, max_new_tokens=3)
+        torch.testing.assert_close(whole(split), dict(one.state_dict()))
+        assert len(groups_of(split)) == 1
+    split.load_state_dict({name: torch.zeros_like(value) for name, value in split.state_dict().items()})
+    assert not any(value.any() for value in whole(split).values())
+
+
+def encoding(sizes: dict[str, int]) -> None:
+    """What a Bert gives, with plain tensors and no gradient."""
+    one = build("bert-debug").eval().requires_grad_(False)
+    split = parallelize(copy.deepcopy(one), mesh_of(sizes), backend="eager")
+    inputs = batches(one, 0)[0]
+    torch.testing.assert_close(split(**inputs), one(**inputs))
+
+
+def artifacts(sizes: dict[str, int], folder: Path, *, learns: bool = True) -> None:
+    """What the first process saves all load, and none compiles."""
+
+    def losses(load: bool) -> list[Any]:
+        one = build("llm-debug").requires_grad_(learns)
+        steps = batches(one, 0)[:3]
+        model = parallelize(one if learns else one.eval(), mesh_of(sizes))
+        inner = getattr(model, "module", model)
+        if load:
+            zoo.load_compiled(inner, path, strict=True)
+        if learns:
+            step = TrainingStep(model, loss_of, AdamW(model.parameters()))
+            found: list[Any] = [step(batch) for batch in steps]
+        else:
+            with torch.inference_mode():
+                found = [model(**batch) for batch in steps]
+        if dist.get_rank() == 0 and not load:
+            assert not zoo.save_compiled(inner, path).skipped
+        dist.barrier()
+        return found
+
+    path = folder / f"artifacts-{'-'.join(sizes)}"
+    expected = losses(load=False)
+    torch.compiler.reset()
+    with mock.patch.object(RegionCall, "_by_dynamo", side_effect=AssertionError("compiled")):
+        torch.testing.assert_close(losses(load=True), expected)
 
 
 def chunked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -254,21 +333,28 @@ def one_dies(sizes: dict[str, int]) -> None:
 
 
 DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
+BOTH, HYBRID = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
+# How many processes each group has.
+PROCESSES = {"quick": 2, "one": 1, "families": 2, "artifacts": 2, "four": 4}
 
 
-def checks(kind: str, folder: Path) -> dict[str, Callable[[], None]]:
-    if kind == "quick":
-        import zoo.llm
-
-        found: dict[str, Callable[[], None]] = {
+def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
+    """The checks of a group by name, in order. Groups of one and of four read checkpoints of the first."""
+    same = functools.partial(functools.partial, same_as_one_process)
+    if group == "quick":
+        return {
             "refusals": lambda: refusals(DP),
-            "llm-debug ddp": lambda: same_as_one_process("llm-debug", DP),
-            "llm-debug fsdp": lambda: same_as_one_process("llm-debug", FSDP),
-            "llm-debug tp": lambda: same_as_one_process("llm-debug", TP, overrides={"qk_norm": True, "qkv_bias": True}),
-            "llm-debug checkpoint": lambda: same_as_one_process("llm-debug", FSDP, checkpoint=zoo.llm.LLMLayer),
-            "llm-debug chunked": lambda: same_as_one_process("llm-debug", FSDP, loss=chunked_loss),
-            "bert-debug tp": lambda: same_as_one_process("bert-debug", TP),
+            "llm-debug ddp": same("llm-debug", DP),
+            "llm-debug fsdp": same("llm-debug", FSDP),
+            "llm-debug tp": same("llm-debug", TP, overrides={"qk_norm": True, "qkv_bias": True}),
+            "llm-debug checkpoint": same("llm-debug", FSDP, checkpoint=LLMLayer),
+            "llm-debug chunked": same("llm-debug", FSDP, loss=chunked_loss),
+            "bert-debug tp": same("bert-debug", TP),
+            "graphsage sampled": same(
+                "graphsage-debug", DP, loss=sampled_loss, drawn=sampled, overrides={"dropout": 0.0}
+            ),
             "decoding": lambda: decoding(TP),
+            "encoding": lambda: encoding(TP),
             "budget": lambda: budget(DP),
             "not finite": lambda: not_finite(FSDP),
             "save fsdp": lambda: save(FSDP, folder, "llm-debug"),
@@ -276,37 +362,37 @@ def checks(kind: str, folder: Path) -> dict[str, Callable[[], None]]:
             "save ddp": lambda: save(DP, folder, "gcn-debug"),
             "one dies": lambda: one_dies(FSDP),
         }
-        return found
-    if kind == "families":
+    if group == "one":
+        kinds = (("llm-debug", "dp_shard"), ("llm-debug", "tp"), ("gcn-debug", "dp_replicate"))
+        return {f"{name} of {kind}": functools.partial(resume, folder, name, kind, build(name)) for name, kind in kinds}
+    ways = {"ddp": DP, "fsdp": FSDP}
+    if group == "families":
         names = ("bert-debug", "resnet-debug", "unet-debug", "gcn-debug")
-        ways = {"ddp": DP, "fsdp": FSDP}
-        return {
-            f"{name} {way}": lambda name=name, sizes=sizes: same_as_one_process(name, sizes)  # type: ignore[misc]
-            for name in names
-            for way, sizes in ways.items()
-        }
-    both, hybrid = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
+        return {f"{name} {way}": same(name, sizes) for name in names for way, sizes in ways.items()}
+    if group == "artifacts":
+        found = {way: functools.partial(artifacts, sizes, folder) for way, sizes in ways.items()}
+        return {**found, "tp": functools.partial(artifacts, TP, folder, learns=False)}
 
     def resumed(kind: str, sizes: dict[str, int]) -> None:
         resume(folder, "llm-debug", kind, parallelize(build("llm-debug"), mesh_of(sizes), backend="eager"))
 
     return {
-        "llm-debug fsdp and tp": lambda: same_as_one_process("llm-debug", both),
-        "bert-debug fsdp and tp": lambda: same_as_one_process("bert-debug", both),
-        "llm-debug hybrid": lambda: same_as_one_process("llm-debug", hybrid),
+        "llm-debug fsdp and tp": same("llm-debug", BOTH),
+        "bert-debug fsdp and tp": same("bert-debug", BOTH),
+        "llm-debug hybrid": same("llm-debug", HYBRID),
         "fsdp resumed by 4": lambda: resumed("dp_shard", {"dp_shard": 4}),
-        "fsdp resumed by fsdp and tp": lambda: resumed("dp_shard", both),
-        "tp resumed by fsdp and tp": lambda: resumed("tp", both),
+        "fsdp resumed by fsdp and tp": lambda: resumed("dp_shard", BOTH),
+        "tp resumed by fsdp and tp": lambda: resumed("tp", BOTH),
         "tp resumed by 4": lambda: resumed("tp", {"dp_shard": 4}),
     }
 
 
-def main(rank: int, processes: int, kind: str, folder: Path) -> None:
+def main(rank: int, group: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    store = f"file://{folder}/store-{kind}"
-    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=processes, rank=rank)
+    store = f"file://{folder}/store-{group}"
+    dist.init_process_group("gloo", store, timedelta(seconds=60), world_size=PROCESSES[group], rank=rank)
     results: dict[str, str] = {}
-    for name, check in checks(kind, folder).items():
+    for name, check in checks(group, folder).items():
         began = time.monotonic()
         try:
             check()
@@ -315,10 +401,10 @@ def main(rank: int, processes: int, kind: str, folder: Path) -> None:
             results[name] = f"rank {rank}: {traceback.format_exc()}"
         torch.compiler.reset()
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-        (folder / f"{kind}-{rank}.json").write_text(json.dumps(results))
+        (folder / f"{group}-{rank}.json").write_text(json.dumps(results))
     # One of them may have died on purpose.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -9,31 +9,29 @@ import sys
 from pathlib import Path
 
 import pytest
-from parallel_process import build, checks, resume
+from parallel_process import PROCESSES, checks
 
 HERE = Path(__file__).parent
 
 
-def run(kind: str, processes: int, folder: Path, within: int) -> dict[str, list[str]]:
-    """What each process found wrong, by check."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "parallel_process.py")]
+def run(group: str, folder: Path) -> dict[str, list[str]]:
+    """What each process of a group found wrong, by check."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(processes), kind, str(folder)],
+            [sys.executable, str(HERE / "parallel_process.py"), str(rank), group, str(folder)],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
-        for rank in range(processes)
+        for rank in range(PROCESSES[group])
     ]  # fmt: skip
     try:
-        errors = [process.communicate(timeout=within)[1] for process in started]
+        errors = [process.communicate(timeout=280)[1] for process in started]
     finally:
         for process in started:
             process.kill()
     found: dict[str, list[str]] = {}
     for rank, error in enumerate(errors):
-        written = folder / f"{kind}-{rank}.json"
+        written = folder / f"{group}-{rank}.json"
         assert written.exists(), f"rank {rank} ended early: {error[-2000:]}"
         for name, wrong in json.loads(written.read_text()).items():
             found.setdefault(name, []).append(wrong)
@@ -46,41 +44,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> dict[str, list[str]]:
-    return run("quick", 2, folder, within=200)
+def quick(folder: Path) -> dict[str, list[str]]:
+    return run("quick", folder)
 
 
-@pytest.mark.parametrize("name", checks("quick", Path()))
-def test_two_processes(two: dict[str, list[str]], name: str) -> None:
-    # The second one ends in the last check.
-    assert len(two[name]) == (1 if name == "one dies" else 2)
-    assert not any(two[name]), "\n".join(two[name])
+SLOW = [pytest.param(group, marks=pytest.mark.slow) for group in ("families", "artifacts", "four")]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize(
-    ("name", "kind"), [("llm-debug", "dp_shard"), ("llm-debug", "tp"), ("gcn-debug", "dp_replicate")]
-)
-def test_one_process_goes_on_from_a_checkpoint_of_two(
-    two: dict[str, list[str]], folder: Path, name: str, kind: str
-) -> None:
-    assert two
-    resume(folder, name, kind, build(name))
-
-
-@pytest.mark.slow
-def test_all_families_on_two_processes(folder: Path) -> None:
-    found = run("families", 2, folder, within=280)
-    assert found.keys() == checks("families", folder).keys()
+@pytest.mark.parametrize("group", ["quick", "one", *SLOW])
+def test_several_processes(request: pytest.FixtureRequest, folder: Path, group: str) -> None:
+    quick = request.getfixturevalue("quick") if group in ("quick", "one", "four") else {}
+    found = quick if group == "quick" else run(group, folder)
+    assert found.keys() == checks(group, folder).keys()
     assert not any(map(any, found.values())), "\n".join(each for wrong in found.values() for each in wrong)
-
-
-@pytest.mark.slow
-def test_four_processes(two: dict[str, list[str]], folder: Path) -> None:
-    assert two
-    found = run("four", 4, folder, within=280)
-    assert found.keys() == checks("four", folder).keys()
-    assert not any(map(any, found.values())), "\n".join(each for wrong in found.values() for each in wrong)
+    # The second one ends in the check of that.
+    assert {name for name, wrong in found.items() if len(wrong) < PROCESSES[group]} <= {"one dies"}
 
 
 @pytest.mark.slow

@@ -103,10 +103,13 @@ def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[
                 raise ValueError(f"line {here}: <!-- end table --> closes no table")
             if len(OPEN_VALUE.findall(line)) != len(VALUE.findall(line)):
                 raise ValueError(f"line {here}: a value is not closed on its line; add <!-- end -->")
-            value = functools.partial(_at, here, make_value)
-            line = VALUE.sub(lambda found, value=value: f"<!-- value:{found[1]}-->{value(found[1])}<!-- end -->", line)
+            line = VALUE.sub(functools.partial(_value, here, make_value), line)
         made.append(line)
     return "\n".join(made)
+
+
+def _value(line: int, make: Callable[[Spec], str], found: re.Match[str]) -> str:
+    return f"<!-- value:{found[1]}-->{_at(line, make, found[1])}<!-- end -->"
 
 
 def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
@@ -231,9 +234,8 @@ def _single(spec: Spec, rows: Rows, *needs: str) -> MeasuredRace | None:
     if not {"model", "input", *needs} <= spec.options.keys():
         arm = ' arm="zoo regional"' if needs else ""
         raise ValueError(f"{spec.kind} is of one {'arm' if needs else 'race'}; give model=... input=...{arm}")
-    chosen = _select(spec, _races(spec, rows))
-    if spec.kind == "decomposition":
-        chosen = _select(spec, [race for race in extra_races(rows) if tables.separates_kernels(race)]) or chosen
+    apart = [race for race in extra_races(rows) if tables.separates_kernels(race)]
+    chosen = (_select(spec, apart) if spec.kind == "decomposition" else []) or _select(spec, _races(spec, rows))
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} races match: {'; '.join(race.title for race in chosen)}; give more options")
     return chosen[0] if chosen else None

@@ -142,8 +142,8 @@ class BertLayer(nn.Module):
     """Attention and MLP, each with its residual add and the norm after it.
 
     Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
-    them writes as well. In training on our kernels the operator after a product adds its bias and sums the bias'
-    gradient. A submodule that was replaced or has a hook is called with the stream.
+    them writes as well. On our kernels the operator after a product adds its bias, and sums the bias' gradient. A
+    submodule that was replaced or has a hook is called with the stream.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -195,9 +195,9 @@ def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = F
     if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
-    if not (is_plain_tensor(bias) and kernels_run(low, weight, bias) and differentiated(low, weight, bias)):
+    if not (is_plain_tensor(bias) and kernels_run(low, weight, bias)):
         return layer(low), None
-    if takes_low(low, weight, bias):
+    if takes_low(low, weight, bias) and differentiated(low, weight, bias):
         return low_linear(low, weight, None if without_bias else bias), bias if without_bias else None
     if without_bias and low.dtype == weight.dtype == bias.dtype == compute_dtype(low):
         return F.linear(low, weight), bias

@@ -28,6 +28,7 @@ from zoo.engine.direct import DirectOrInductor
 from zoo.engine.graph_log import LEDGER
 from zoo.engine.region import Region
 from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
+from zoo.engine.signature import own_class
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
 
@@ -88,7 +89,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
                 saved.skipped[f"{graph.name}, {graph.shapes[0]}"] = str(reason)
                 continue
             sources |= file.modules
-            name = f"{len(saved.entries):03}-{type(graph.call.module).__name__}.bin"
+            name = f"{len(saved.entries):03}-{own_class(graph.call.module).__name__}.bin"
             (partial / name).write_bytes(file.data)
             saved.entries.append({**file.entry, "file": name, **_written(file.data)})
         if not saved.entries and not saved.skipped:
@@ -210,7 +211,7 @@ class _Graph:
         state = self.origin.state
         mode = "inference_mode" if state["inference_mode"] else "grad" if state["grad_mode"] else "no_grad"
         entry = {
-            "region": _in_words(type(self.call.module)),
+            "region": _in_words(own_class(self.call.module)),
             "first_module": self.name,
             "mode": mode + (", autocast" if any(state["autocast_state"]["enabled"]) else ""),
             "shapes": [[None if each is None else list(each) for each in of_call] for of_call in self.shapes],
@@ -299,7 +300,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "capability": [list(torch.cuda.get_device_capability(each)) for each in gpus] or on_cpu,
         "zoo": __version__,
         "zoo's sources": _hash_of_zoo(),
-        "model": _in_words(type(model)),
+        "model": _in_words(own_class(model)),
         "config": None if config is None else str(config),
         "dtypes": sorted({str(each.dtype) for each in tensors}),
         "environment": {name: os.environ.get(name) for name in ("ZOO_OWN_KERNELS", "TRITON_INTERPRET")},
@@ -337,7 +338,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     assert plan is not None
     for module in plan.modules_of(model).values():
         if (call := region_call(module)) is not None:
-            calls.setdefault(_in_words(type(module)), []).append(call)
+            calls.setdefault(_in_words(own_class(module)), []).append(call)
     for name, written in index["files"].items():
         data = _checked(path / Path(name).name, written, problems)
         if data is not None:

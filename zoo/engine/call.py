@@ -95,6 +95,7 @@ class RegionCall:
         # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
+        self._in_hooks = False
         # Set by enforce_budget: called with the module after each call.
         self.on_call: Callable[[nn.Module], None] | None = None
         self._code: Any = getattr(self.forward, "__code__", None)
@@ -111,10 +112,19 @@ class RegionCall:
     @functools.cached_property
     def compiled(self) -> Any:
         """What ``torch.compile`` returns. It imports Dynamo, which takes seconds that a loaded region need not pay."""
-        module, how = self.module, dict(self._options())
+        return self._compile(self._bound_forward if self.forward is not self._class_forward else self.module._call_impl)
+
+    @functools.cached_property
+    def _compiled_forward(self) -> Any:
+        return self._compile(self._bound_forward)
+
+    @property
+    def _bound_forward(self) -> Callable[..., Any]:
+        return types.MethodType(self.forward, self.module)
+
+    def _compile(self, run: Callable[..., Any]) -> Any:
+        how = dict(self._options())
         how["options"] = {"guard_filter_fn": _worth_guarding, **(how.get("options") or {})}
-        ours = self.forward is not self._class_forward
-        run = types.MethodType(self.forward, module) if ours else module._call_impl
         return torch.compile(run, fullgraph=self._fullgraph, dynamic=self._dynamic, **how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +133,8 @@ class RegionCall:
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
             return module._call_impl(*args, **kwargs)
+        if own_class(module) is not type(module) and self.forward is self._class_forward and not self._in_hooks:
+            return self._inside_hooks(module, args, kwargs)
         lifted = self._lifted
         try:
             if self._own_index is None or lifted is None:
@@ -143,6 +155,25 @@ class RegionCall:
         if self.on_call is not None:
             self.on_call(module)
         return result
+
+    def _inside_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run FSDP2's hooks, which gather weights before the forward and free them after it, as in eager mode."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            del module.__dict__["forward"]
+            self._in_hooks = True
+            try:
+                return self(*args, **kwargs)
+            finally:
+                self._in_hooks = False
+
+        if "forward" in module.__dict__:
+            return module._call_impl(*args, **kwargs)
+        module.__dict__["forward"] = forward
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            module.__dict__.pop("forward", None)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._direct(module, args, kwargs) if self.entries else _NOT_RUN
@@ -198,9 +229,9 @@ class RegionCall:
 
     def _with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run with symbols for what varies, and warn when sizes turn symbolic."""
-        lifted = self._lifted
+        lifted, compiled = self._lifted, self._compiled_forward if self._in_hooks else self.compiled
         if lifted is None:
-            return self.compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         if self._sizes is None or not self._learns_sizes:
             self._sizes = lifted.new_sizes()
         static = False
@@ -210,7 +241,7 @@ class RegionCall:
             static = carry_marks(self.module, args, kwargs)
         first = not self._sizes
         with lifted.as_symbols(self._sizes):
-            result = self.compiled(*args, **kwargs)
+            result = compiled(*args, **kwargs)
         if new := self.newly_varied():
             self._varied |= new
             if not first and not static:  # or they were marked
@@ -293,7 +324,7 @@ class RegionCall:
 
     def _needs_dynamo(self, module: nn.Module) -> bool:
         """Whether something that guards do not see changes what a call runs: hooks, another forward, a stance."""
-        return bool(
+        hooked = not self._in_hooks and (
             module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks
@@ -302,6 +333,9 @@ class RegionCall:
             or torch_module._global_forward_pre_hooks
             or torch_module._global_backward_hooks
             or torch_module._global_backward_pre_hooks
+        )
+        return bool(
+            hooked
             or "forward" in module.__dict__
             or type(module).forward is not self._class_forward
             or self.forward.__defaults__ is not self._default_values

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zoo.engine.call import is_library_code
+from zoo.engine.signature import as_written, own_class
 from zoo.engine.traced import MODES, Guard, TensorKind, Traced, torch_state
 
 # Kinds of guards. Checked by the state of torch, or with no symbol in the graph by nothing.
@@ -282,7 +283,9 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             tensors[writer.text(guard.name)] = value
         elif kind == "TYPE_MATCH":
             cls = value.cls if isinstance(value, TensorKind) else value if isinstance(value, type) else type(value)
-            writer.ask(f"type({writer.text(guard.name)}) is {writer.constant(cls)}")
+            written = as_written(cls)
+            ask = "type" if written is cls else writer.constant(own_class)  # no file can name what fully_shard made
+            writer.ask(f"{ask}({writer.text(guard.name)}) is {writer.constant(written)}")
         elif kind == "CLOSURE_MATCH" and isinstance(value, types.FunctionType) and not _has_name(value):
             # Behind a decorator, say. Dynamo compares the code as well, and guards what it closes over on its own.
             writer.ask(f"{writer.constant(SameCode(value.__code__))}({writer.text(guard.name)})")

@@ -26,9 +26,13 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The module's class as it was written: ``fully_shard`` puts a subclass in its place."""
-    cls = type(module)
+    return as_written(type(module))
+
+
+def as_written(cls: type) -> type:
+    """The class that ``fully_shard`` made another one of, or the class itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return cls.__bases__[-1] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
+    return cls.__bases__[-1] if fsdp is not None and issubclass(cls, fsdp.FSDPModule) else cls
 
 
 def without_ddp(model: nn.Module) -> nn.Module:

@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference_rms_norm(x, weight, eps)
     if differentiated(x, weight):
         return _RMSNorm.apply(x, None, weight, eps, False)
-    return kernels.norms.norm(x, None, None, weight, None, eps)[0]
+    return kernels.norms.norm(x, None, None, weight, None, eps, keep=False)[0]
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -85,11 +85,13 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layer norm of x [..., C] + added [..., C] + shift [C], and the same in ``low_dtype`` for products that follow.
 
-    The shift, or None, is the bias that the product before lacks: its gradient is one more sum of the same pass. Own
-    kernels run where a gradient is wanted; elsewhere the compiler writes one pass as well.
+    The shift, or None, is the bias that the product before lacks: its gradient is one more sum of the same pass.
     """
     if _add_layer_norm_fits(x, added, shift, weight, bias):
         low_dtype = None if low_dtype == x.dtype else low_dtype
+        if not differentiated(x, added, shift, weight, bias):
+            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, keep=False)
+            return out, out if low is None else low
         out = _AddLayerNorm.apply(x, added, shift, weight, bias, eps, low_dtype)
         return (out, out) if low_dtype is None else out
     out = F.layer_norm(x + (added if shift is None else added + shift), weight.shape, weight, bias, eps)
@@ -99,7 +101,7 @@ def add_layer_norm(
 def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
     vectors = weight, bias, shift
-    if not kernels_run(x, added, *vectors) or not differentiated(x, added, *vectors):
+    if not kernels_run(x, added, *vectors):
         return False
     # Autocast normalises in float32, whatever it is given.
     if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):

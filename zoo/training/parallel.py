@@ -37,6 +37,8 @@ def parallelize(
     1. Parameters and buffers are copied from the first process of the mesh to all others.
     2. ``tp``: linear layers are split by torch's ``parallelize_module``. Blocks of an ``LLM`` and of a ``Bert`` have a
        plan: each process holds some heads and a part of the MLP; embeddings, norms and output products are not split.
+       For inference call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the
+       host needs less time for each call than with DTensors.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
@@ -72,7 +74,7 @@ def parallelize(
     if tensor_parallel is not None and plan is None:
         from zoo.training.tensor_parallel import styles_of
 
-        plan = styles_of(model, tensor_parallel.size())
+        plan = styles_of(model, tensor_parallel.size(), plain=not shards)
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
@@ -108,7 +110,8 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
         return [model.process_group]
     if not dist.is_available() or not dist.is_initialized():
         return []
-    meshes: list[DeviceMesh] = [getattr(each, "device_mesh") for each in model.parameters() if is_sharded(each)]  # noqa: B009
+    meshes: list[Any] = [getattr(each, "device_mesh") for each in model.parameters() if is_sharded(each)]  # noqa: B009
+    meshes += [each.split_over for each in model.modules() if hasattr(each, "split_over")]
     return max(meshes, key=lambda mesh: mesh.ndim).get_all_groups() if meshes else []
 
 

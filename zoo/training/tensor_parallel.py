@@ -11,19 +11,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from zoo.bert import BertLayer
 from zoo.llm import LLM, LLMLayer
+from zoo.llm.model import RMSNorm
 from zoo.ops.norms import rms_norm
+from zoo.training.parallel import to_local
 
 
-def styles_of(model: nn.Module, ways: int) -> dict[str, ParallelStyle]:
+def styles_of(model: nn.Module, ways: int, *, plain: bool) -> dict[str, ParallelStyle]:
     """A plan of ``parallelize_module`` for the blocks of an ``LLM`` or a ``Bert``.
+
+    With ``plain``, which FSDP2 does not take, weights that do not learn are plain tensors.
 
     Raises:
         ValueError: If the model has no such block, or a number of heads cannot be split in so many ways.
@@ -47,10 +51,10 @@ def styles_of(model: nn.Module, ways: int) -> dict[str, ParallelStyle]:
             if size % ways:
                 raise ValueError(f"{name} has {what} {size}, which tp={ways} does not divide: take a divisor of {size}")
         styles[name] = _Heads()
-        styles.update({f"{name}.{layer}": _FusedColumns(parts) for layer, parts in columns.items()})
-        styles.update({f"{name}.{layer}": RowwiseParallel() for layer in rows})
+        styles.update({f"{name}.{layer}": _Split(0, parts, plain=plain) for layer, parts in columns.items()})
+        styles.update({f"{name}.{layer}": _Split(1, plain=plain) for layer in rows})
         norms = [norm for norm in ("q_norm", "k_norm") if getattr(block, norm, None) is not None]
-        styles.update({f"{name}.{norm}": _HeadNorm() for norm in norms})
+        styles.update({f"{name}.{norm}": _HeadNorm() for norm in norms if getattr(block, norm).weight.requires_grad})
     if not styles:
         raise ValueError(
             f"there is no tensor-parallel plan for {type(model).__name__}, only for LLM and Bert: give plan=, as "
@@ -85,41 +89,94 @@ class _LocalConfig(ParallelStyle):
         return module
 
 
-class _HeadNorm(ParallelStyle):
+class ColumnLinear(nn.Linear):
+    """A linear layer with some rows of the weight: x [..., C], whole, -> this process's part of [..., N]."""
+
+    split_over: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by this process's rows; the gradient of x is the sum over all processes."""
+        return F.linear(_alike(x, self.split_over), to_local(self.weight), to_local(self.bias))
+
+
+class RowLinear(nn.Linear):
+    """A linear layer with some columns of the weight: this process's part of [..., C] -> [..., N], whole."""
+
+    split_over: DeviceMesh
+    group: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by this process's columns, add up what all processes have, then the bias."""
+        out = _sum(F.linear(x, to_local(self.weight)), self.split_over, self.group)
+        return out if self.bias is None else out + to_local(self.bias).to(out.dtype)
+
+
+class HeadNorm(RMSNorm):
     """A norm of heads: its weight is whole on each process, its gradient the sum over all heads."""
 
+    split_over: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., D] -> [..., D]."""
+        return rms_norm(x, _alike(self.weight, self.split_over), self.eps)
+
+
+def _alike(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A tensor that all processes have alike and compute different parts with: their gradients are added up."""
+    if not torch.is_grad_enabled():
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _sum(x: Tensor, mesh: DeviceMesh, group: str) -> Tensor:
+    """The sum over all processes, by one all-reduce."""
+    if torch.is_grad_enabled():
+        parts = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[Replicate()]).to_local()
+    summed: Tensor = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
+
+
+class _HeadNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def forward(x: Tensor) -> Tensor:
-            weight: Any = module.weight
-            if torch.is_grad_enabled():
-                whole = DTensor.from_local(weight, device_mesh, [Replicate()], run_check=False)
-                weight = whole.to_local(grad_placements=[Partial()])
-            return rms_norm(x, weight, module.eps)  # type: ignore[arg-type]
-
-        module.forward = forward  # type: ignore[method-assign]
-        return module
+        return _turn_into(HeadNorm, module, device_mesh)
 
 
-class _FusedColumns(ColwiseParallel):
-    """A layer whose rows are several parts one after the other, each of which is split.
+class _Split(ParallelStyle):
+    """A linear layer whose weight is split along a dimension; a bias too along the first, or it is whole.
 
-    A shard must be consecutive rows, so the rows are put in the order of processes: all parts of the first, all of the
-    second ... A state dict has them as they were, in which order any number of processes reads it.
+    A shard must be consecutive. Where rows are several ``parts`` one after the other, each of which is split, they are
+    put in the order of processes: all parts of the first, all of the second ... A state dict has them as they were, in
+    which order any number of processes reads it.
+
+    A parameter is a DTensor, which optimizers, FSDP2 and checkpoints know. With ``plain`` one that does not learn is a
+    tensor, which costs the host less in every call; only a state dict has it as a DTensor.
     """
 
-    def __init__(self, parts: Sequence[int]) -> None:
+    def __init__(self, dim: int, parts: Sequence[int] = (), *, plain: bool) -> None:
         super().__init__()
-        self._parts = parts
+        self._dim, self._parts, self._plain = dim, parts, plain
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        order = _order(self._parts, device_mesh.size())
+        order = module.row_order = _order(self._parts, device_mesh.size()) if self._parts else None  # type: ignore[assignment]
+        placements = {"weight": Shard(self._dim), "bias": Replicate() if self._dim else Shard(0)}
         for name, parameter in list(module.named_parameters(recurse=False)):
-            ordered = nn.Parameter(reorder(parameter.detach(), order), requires_grad=parameter.requires_grad)
-            module.register_parameter(name, ordered)
-        module.row_order = order  # type: ignore[assignment]
+            learns, whole = parameter.requires_grad, parameter.detach()
+            whole = whole if order is None else reorder(whole, order)
+            part: Any = distribute_tensor(whole, device_mesh, [placements[name]], src_data_rank=None)
+            if self._plain and not learns:
+                part = part.to_local().clone()  # or it would be a view, and the whole stay in memory
+            module.register_parameter(name, nn.Parameter(part, requires_grad=learns))
+        module.placements = placements  # type: ignore[assignment]
         module.register_state_dict_post_hook(_to_file)
         module.register_load_state_dict_pre_hook(_from_file)
-        return super()._apply(module, device_mesh)
+        return _turn_into(RowLinear if self._dim else ColumnLinear, module, device_mesh)
+
+
+def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    module.__class__ = cls
+    module.split_over, module.group = mesh, mesh.get_group().group_name  # type: ignore[assignment]
+    return module
 
 
 def _order(parts: Sequence[int], ways: int) -> Tensor:
@@ -136,16 +193,20 @@ def reorder(tensor: Tensor, order: Tensor) -> Tensor:
     return distribute_tensor(tensor.full_tensor()[order], tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
-def _to_file(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    inverse = module.row_order.argsort()  # type: ignore[operator]
+def _to_file(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, _parameter in module.named_parameters(recurse=False):
-        state[prefix + name] = reorder(state[prefix + name], inverse)
+        value = state[prefix + name]
+        if not isinstance(value, DTensor):
+            value = DTensor.from_local(value, module.split_over, [module.placements[name]], run_check=False)
+        state[prefix + name] = value if module.row_order is None else reorder(value, module.row_order.argsort())
 
 
-def _from_file(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, _parameter in module.named_parameters(recurse=False):
+def _from_file(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
         if prefix + name in state:
-            state[prefix + name] = reorder(state[prefix + name], module.row_order)  # type: ignore[arg-type]
+            value = state[prefix + name]
+            value = value if module.row_order is None else reorder(value, module.row_order)
+            state[prefix + name] = value if isinstance(parameter, DTensor) else to_local(value)
 
 
 def reorder_optimizer(model: nn.Module, state: Any, *, to_file: bool) -> None:

@@ -38,8 +38,9 @@ def _norm(
         if shift is not None:
             value += tl.load(shift + column, mask=live, other=0.0).to(tl.float32)
         # What is normed is rounded, as the backward and the next block will read it.
-        value = value.to(total.dtype.element_ty)
-        tl.store(total + place, value, mask=live)
+        value = value.to(x.dtype.element_ty)
+        if total is not None:
+            tl.store(total + place, value, mask=live)
     value = value.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     if bias is None:
@@ -53,9 +54,11 @@ def _norm(
         middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
         deviation = tl.where(live, value - middle, 0.0)
         root = tl.rsqrt(tl.sum(deviation * deviation, 0) / columns + eps)
-        tl.store(mean + row, middle)
+        if mean is not None:
+            tl.store(mean + row, middle)
         value = deviation * root * factor + offset
-    tl.store(rstd + row, root)
+    if rstd is not None:
+        tl.store(rstd + row, root)
     tl.store(out + place, value.to(out.dtype.element_ty), mask=live)
     if low is not None:
         tl.store(low + place, value.to(low.dtype.element_ty), mask=live)
@@ -133,20 +136,21 @@ def _norm_backward(
 
 def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    low_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    low_dtype: torch.dtype | None = None, *, keep: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The layer norm of the sum, or without a bias its RMS norm, and a copy of it in ``low_dtype``.
 
-    Also the sum [..., C], and of each row its mean, which an RMS norm has not, and its factor [...].
+    If kept also the sum [..., C], and of each row its mean, which an RMS norm has not, and its factor [...].
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
-    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    total = None if added is None else torch.empty_like(x)
+    out = torch.empty_like(x)
+    total = torch.empty_like(x) if keep and added is not None else None
     low = None if low_dtype is None else torch.empty_like(x, dtype=low_dtype)
-    mean = None if bias is None else torch.empty_like(rstd)
-    if rows := rstd.numel():
-        block = next_power(x.shape[-1])
+    rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
+    mean = None if rstd is None or bias is None else torch.empty_like(rstd)
+    if x.numel():
+        rows, block = x.numel() // x.shape[-1], next_power(x.shape[-1])
         _norm[(rows,)](
             x, added, shift, weight, bias, total, out, low, mean, rstd, x.shape[-1], eps,
             COLUMNS=block, num_warps=_warps(block),
