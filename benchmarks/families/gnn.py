@@ -138,9 +138,12 @@ class GnnWorkload(Workload):
             data=graph.data,
             preparation_seconds={} if what is None else {what: preparation[""]},
             sizes={
-                **{name: getattr(graph, name) for name in ("nodes", "edges", "max_degree", "classes")},
-                **{name: getattr(arch, name) for name in ("features", "layers", "heads")},
+                **{name: getattr(graph, name) for name in ("nodes", "edges", "max_degree")},
+                "features": arch.features,
+                "classes": graph.classes,
+                "layers": arch.layers,
                 "width": arch.hidden,
+                "heads": arch.heads,
                 "parameters": gnn_arms.parameters(arch),
             },
         )
