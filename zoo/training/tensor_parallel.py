@@ -121,7 +121,8 @@ class RowLinear(nn.Linear):
             return parts.redistribute(placements=[Replicate()]).to_local()
         shared = self.shared
         if shared is not None and part.dtype == shared.dtype and part.numel() <= shared.numel():
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, part.contiguous(), "sum", self.group)  # type: ignore[no-any-return]
+            place = shared[: part.numel()].view(part.shape)
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, part.contiguous(), "sum", self.group)  # type: ignore[no-any-return]
         summed: Tensor = torch.ops._c10d_functional.all_reduce(part, "sum", self.group)
         return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
 
