@@ -1,7 +1,5 @@
 """Small models for tests of the engine, and the graphs of compiled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar

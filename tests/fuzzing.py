@@ -7,8 +7,6 @@ of upstream's float64 model after its weights have moved by a rounding of the dt
 rounding: errors of gradients are relative to the largest of the model's. In float64 all of this is as good as equality.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Every kernel against float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

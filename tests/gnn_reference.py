@@ -3,8 +3,6 @@
 Shape legend: S sources, D destinations, E edges, H heads, C channels.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

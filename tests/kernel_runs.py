@@ -1,7 +1,5 @@
 """Runs kernel checks in a process of their own: in Triton's interpreter, which is chosen at import, or on a GPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The kernels of the family against float64, for which operators run their references."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that train with their kernels against themselves without: outputs and gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

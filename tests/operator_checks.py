@@ -1,7 +1,5 @@
 """Operators over rows against float64, which no kernel takes: outputs, gradients, views, no rows and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -156,9 +154,9 @@ def test_no_rows(name: str) -> None:
 def test_a_second_derivative_is_refused(name: str) -> None:
     function, given = calls(3, 8, torch.float32, torch.float32)[name]
     loss = sum(each.square().sum() for each in tensors(function(*given)))
-    grads = torch.autograd.grad(loss, given, create_graph=True)  # type: ignore[arg-type]
+    grads = torch.autograd.grad(loss, given, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        sum(each.square().sum() for each in grads).backward()  # type: ignore[union-attr]
+        sum(each.square().sum() for each in grads).backward()
 
 
 def test_an_unused_output_has_no_gradient() -> None:

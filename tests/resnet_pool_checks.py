@@ -1,7 +1,5 @@
 """The kernel of the stem's end against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """``zoo advise``: which way to run a model for so many calls."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

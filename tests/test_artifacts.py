@@ -1,7 +1,5 @@
 """Compiled regions in a folder: a new process compiles nothing, and nothing is ever loaded that does not fit."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

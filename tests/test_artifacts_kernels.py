@@ -1,7 +1,5 @@
 """Compiled kernels travel from one cache of Triton's to another, and are not compiled there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,7 @@ from zoo.engine import kernel as kernels
 
 
 @kernels.kernel
-def _copied(x, out):  # type: ignore[no-untyped-def]
+def _copied(x, out):
     tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
 
 

@@ -1,7 +1,5 @@
 """Inputs that a model cannot take are named, with their value and the remedy, before anything runs; all families."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What only encoders meet in conversion: losses of every kind, heads that come and go, names of old releases."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

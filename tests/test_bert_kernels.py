@@ -1,7 +1,5 @@
 """A layer where own kernels run: kernels by the file of checks, here what layers, compilers and callers need."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections import Counter

@@ -1,7 +1,5 @@
 """Graphs, cuts, masks and modes of the encoder; every wrong input and its error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import bert_reference as reference

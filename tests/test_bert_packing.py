@@ -1,7 +1,5 @@
 """Packed batches give what padded ones give, in a fixed number of sizes, and nobody sees what fills them up."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Budgets: every way to be slow in silence is a violation with a name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +12,7 @@ from zoo import BudgetError, Region
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
-    return zoo.compile_regions(model, backend="eager", **kwargs)  # type: ignore[arg-type]
+    return zoo.compile_regions(model, backend="eager", **kwargs)
 
 
 def violations(model: nn.Module, *calls: Callable[[], object]) -> list[str]:

@@ -1,7 +1,5 @@
 """The call of a compiled region: by its kept code where that is right, by Dynamo where anything changed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

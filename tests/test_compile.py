@@ -1,7 +1,5 @@
 """Compiling in place: what is refused, what stays as it was, what is spent."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -23,7 +21,7 @@ from zoo.engine.region import in_process_on_gpus
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
-    return zoo.compile_regions(model, backend=kwargs.pop("backend", "eager"), **kwargs)  # type: ignore[arg-type]
+    return zoo.compile_regions(model, backend=kwargs.pop("backend", "eager"), **kwargs)
 
 
 def test_uncompile_restores_eager() -> None:
@@ -70,11 +68,11 @@ def test_a_per_layer_int_is_an_error_in_a_declared_model_and_a_symbol_in_another
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_compiled_model_are_eager_and_can_be_compiled(again: object) -> None:
-    plain = again(Stack())  # type: ignore[operator]
+    plain = again(Stack())
     compiled(plain)(torch.randn(2, 4))
     model = compiled(Stack())
     expected = model(x := torch.randn(2, 4))
-    copied = again(model)  # type: ignore[operator]
+    copied = again(model)
     assert plan_of(copied) is None and all(m._compiled_call_impl is None for m in copied.modules())
     torch.testing.assert_close(copied(x), expected)
     compiled(copied)
@@ -84,7 +82,7 @@ def test_copies_of_a_compiled_model_are_eager_and_can_be_compiled(again: object)
 
 @pytest.mark.parametrize("make", [Stack, lambda: Block(4)], ids=["a model of regions", "a model that is a region"])
 def test_a_compiled_model_is_freed_with_its_last_reference(make: object) -> None:
-    model = compiled(make(), regions=[Block])  # type: ignore[operator]
+    model = compiled(make(), regions=[Block])
     model(torch.randn(2, 4))
     alive = weakref.ref(model)
     del model
@@ -169,7 +167,7 @@ def test_compile_threads_may_depend_on_the_device_and_on_training() -> None:
     with pytest.raises(ValueError, match="compile_threads gives 0"):
         Region(Block, compile_threads=lambda device, training: 0).threads(model)
     with pytest.raises(TypeError):
-        Region(Block, compile_threads="2")  # type: ignore[arg-type]
+        Region(Block, compile_threads="2")
     # Not where candidates are tried, each a kernel.
     region = Region(Block, compile_threads=lambda device, training: 1)
     for mode, options, threads in (
@@ -264,14 +262,14 @@ class Output:
 
 
 class Wrapping(Stack):
-    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
+    def forward(self, x: torch.Tensor) -> Output:
         return Output(super().forward(x))
 
 
 def test_warm_up_compiles_the_backward_of_what_a_dataclass_holds() -> None:
     model = compiled(Wrapping().train(), backend="aot_eager")
     zoo.warm_up(model, x=torch.randn(2, 4))
-    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))  # type: ignore[union-attr]
+    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))
 
 
 @dataclasses.dataclass

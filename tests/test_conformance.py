@@ -1,7 +1,5 @@
 """Models of other libraries cost the graphs that the page on conformance says, and each loss has a reason."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

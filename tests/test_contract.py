@@ -1,7 +1,5 @@
 """What every family promises, asked of everything in the registry. A new family is picked up unedited."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

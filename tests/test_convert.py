@@ -1,7 +1,5 @@
 """Conversion, asked of every family: upstream's numbers and gradients, its folders both ways, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """cuda_graph(module) without an example: what is captured, what runs plainly and why, and the libraries around it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The outer CUDA graph. Everything but capture itself is shown on the CPU too, by the same copying and overwriting."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable
@@ -179,7 +177,7 @@ def test_arguments_of_another_form_are_refused(options: dict[str, Any], said: st
     with pytest.raises(TypeError, match=re.escape(said)):
         zoo.cuda_graph(torch.relu, **{"args": (torch.ones(2),), **options})
     with pytest.raises(TypeError, match="fn is a int"):
-        zoo.cuda_graph(3)  # type: ignore[arg-type]
+        zoo.cuda_graph(3)
 
 
 def _moved(model: nn.Module) -> None:

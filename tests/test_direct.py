@@ -1,7 +1,5 @@
 """Graphs with nothing to fuse run as they are: same results and gradients, and Inductor never sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,7 @@ from zoo.engine.kernel import Kernel, kernel
 
 
 @kernel(do_not_specialize=["rows"])
-def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):
     row, column = tl.program_id(0), tl.arange(0, COLUMNS)
     value = tl.load(x + row * columns + column) * tl.load(scale + column)
     tl.store(out + row * columns + column, value)
@@ -301,7 +299,7 @@ def fused(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @triton.jit
-def _foreign(x, out, columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _foreign(x, out, columns, COLUMNS: tl.constexpr):
     place = tl.program_id(0) * columns + tl.arange(0, COLUMNS)
     tl.store(out + place, tl.load(x + place))
 

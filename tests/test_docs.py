@@ -1,7 +1,5 @@
 """The documentation is run: every Python block, every harness option it names, every field of a result row."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """Every public name is in the API reference, and says what it does."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """The pattern pages assert what they claim. That their blocks run is tested with all other pages."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

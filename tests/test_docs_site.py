@@ -1,7 +1,5 @@
 """`make docs` builds the site, and fails on a broken link, a missing page and a docstring that it cannot read."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

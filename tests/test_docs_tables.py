@@ -1,7 +1,5 @@
 """The tables and the picture in the README and the docs equal what the committed rows give."""
 
-from __future__ import annotations
-
 import functools
 import re
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """The examples on tiny models: chat answers as generate does, and images are those of diffusers' own UNet."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -4,8 +4,6 @@ The disks, kills and missing compilers here are real where that needs no GPU. Te
 stops: a folder that cannot be written is one below a regular file.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

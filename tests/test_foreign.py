@@ -1,7 +1,5 @@
 """Models that the zoo did not write: regions given or discovered, and what falls short is said."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from functools import partial
@@ -66,7 +64,7 @@ class Holding(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
         if callable(self.held):
-            return self.held(x)  # type: ignore[no-any-return]
+            return self.held(x)
         return x * (self.held["scale"] if isinstance(self.held, dict) else self.held.scale)
 
 

@@ -1,7 +1,5 @@
 """How often a model that the zoo did not write is compiled: other layers, tokens, sizes and rates."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
     ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
     how = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "disable_compile": True, **kwargs}
     with torch.no_grad():
-        return model.generate(ids, **how)  # type: ignore[operator, no-any-return]
+        return model.generate(ids, **how)
 
 
 @pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
@@ -95,7 +93,7 @@ def test_sizes_that_vary_are_a_graph_for_views_and_others_alike() -> None:
     with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="became symbolic"):
         for tokens in (3, 5, 7):
             x = torch.randn(2, 4 * tokens)
-            torch.testing.assert_close(model(x), model.blocks[2].forward(model.blocks[1].forward(x.view(2, -1, 4))))  # type: ignore[index, operator, union-attr]
+            torch.testing.assert_close(model(x), model.blocks[2].forward(model.blocks[1].forward(x.view(2, -1, 4))))
     assert sum(graphs_of(model).values()) == 2
 
 
@@ -144,8 +142,8 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert sum(graphs_of(model).values()) == expected  # a rate of zero is code of its own
-    model.blocks[3].rate = 0.9  # type: ignore[index, union-attr]
-    reference.blocks[3].rate = 0.9  # type: ignore[index, union-attr]
+    model.blocks[3].rate = 0.9
+    reference.blocks[3].rate = 0.9
     torch.manual_seed(0)
     theirs = reference(x)
     torch.manual_seed(0)
@@ -163,7 +161,7 @@ class Dropped(nn.Module):
         self.depth = StochasticDepth(rate, "row")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.depth(self.linear(x).abs() + 1)  # type: ignore[no-any-return]
+        return self.depth(self.linear(x).abs() + 1)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -177,7 +175,7 @@ def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> 
         y = block(x)
         kept = (y != 0).any(1)
         assert kept.float().mean().item() == pytest.approx(1 - rate, abs=0.05)
-        torch.testing.assert_close(y[kept], (block.linear(x).abs() + 1)[kept] / (1 - rate))  # type: ignore[operator]
+        torch.testing.assert_close(y[kept], (block.linear(x).abs() + 1)[kept] / (1 - rate))
         y.sum().backward()
     assert report.graphs == "at least 1" and not report.regions[0].differences
     (obstacle,) = report.obstacles
@@ -440,7 +438,7 @@ def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
     compiled(model)
     with torch.no_grad():
         model(x)
-        model[2][1] = nn.Tanh()  # type: ignore[index]
+        model[2][1] = nn.Tanh()
         handle = model[1].register_forward_hook(lambda module, args, output: output + 1)
         torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
         handle.remove()
@@ -469,7 +467,7 @@ class Named(Sequence):
     def regions(self) -> list[str]:
         return ["EU", "US"]
 
-    def forward(self, model: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, model: Tensor) -> Tensor:
         return super().forward(model)
 
 
@@ -537,7 +535,7 @@ def sharded(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    for part in (*model.blocks, model):  # type: ignore[misc, union-attr]
+    for part in (*model.blocks, model):
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
     return model
 

@@ -1,7 +1,5 @@
 """Random models of every family, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import partial

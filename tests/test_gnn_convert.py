@@ -1,7 +1,5 @@
 """What only the conversion of graph models meets: test_convert.py holds outputs and gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """CSRGraph and the aggregations against dense algebra, and how raw edges are remembered."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -212,7 +210,7 @@ def test_edges_alone_are_let_go_of_once_self_loops_were_added(loop: bool) -> Non
 
 def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
-    original = CSRGraph.from_edge_index.__func__  # type: ignore[attr-defined]
+    original = CSRGraph.from_edge_index.__func__
     monkeypatch.setattr(CSRGraph, "from_edge_index", classmethod(lambda *a, **k: built.append(1) or original(*a, **k)))
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()

@@ -1,7 +1,5 @@
 """The operators over the edges of a graph, the layers that are made of them, and real sizes on a GPU."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +43,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         g, learned = (
             each.tensors._replace(
                 split=split_rows(each.tensors.rowptr, 40, size),
-                transpose=each.tensors.transpose._replace(split=split_rows(each.transpose.colptr, 40, size)),  # type: ignore[union-attr]
+                transpose=each.tensors.transpose._replace(split=split_rows(each.transpose.colptr, 40, size)),
             )
             for each in (graph, weighted)
         )
@@ -54,7 +52,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             return sum_neighbours(x, learned._replace(weight=weight), bias=bias, channels=3)
 
         # The transpose holds the same weights.
-        x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()  # type: ignore[union-attr]
+        x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()
         x, weight, bias = (each.requires_grad_() for each in (x, weight, bias))
         found[f"sum {name}"] = sums, (x, weight, bias)
         for own in ("add", "concat"):

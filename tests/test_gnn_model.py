@@ -1,7 +1,5 @@
 """Graph models: one graph at any depth, no recompile for another graph, and bad input named before anything runs."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -215,10 +213,10 @@ def test_misuse(name: str) -> None:
 def test_foreign_objects() -> None:
     conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
     with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
-        conv((X, None), rectangular)  # type: ignore[arg-type]
+        conv((X, None), rectangular)
     assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
     with pytest.raises(TypeError, match="config is a dict"):
-        build({})  # type: ignore[arg-type]
+        build({})
 
 
 def test_autocast_takes_either_dtype_and_refuses_integers() -> None:

@@ -2,9 +2,6 @@
 
 Triton runs here on a GPU that is not there: it compiles for one, and launches are counted.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-
-from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """All checks of kernels, in Triton's interpreter and on a GPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

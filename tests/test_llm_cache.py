@@ -1,7 +1,5 @@
 """The static cache: rows of any length, padding that is never seen, windows, and its errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

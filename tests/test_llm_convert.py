@@ -1,7 +1,5 @@
 """What only language models meet in conversion: positions, special tokens, memory, damaged and old folders."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json
@@ -246,4 +244,4 @@ def test_outputs_are_close_and_budgets_hold(tied: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compiled already"):
         quantize_int8(model)
     with pytest.raises(TypeError, match="GCN"):
-        quantize_int8(zoo.create("gcn-debug"))  # type: ignore[arg-type]
+        quantize_int8(zoo.create("gcn-debug"))

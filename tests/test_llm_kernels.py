@@ -1,7 +1,5 @@
 """The operators of the family: kernels by the files of checks, here what compilers and callers need of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

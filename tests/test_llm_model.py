@@ -1,7 +1,5 @@
 """The decoder: sizes, regions in every way it is called, gradients, and every bad input and its error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """What operators and compiled regions ask of the host; rows of images; products in a lower precision."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

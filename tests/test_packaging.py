@@ -1,7 +1,5 @@
 """What is shipped, and what `import zoo` costs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """What can be compiled, and what stands in its way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

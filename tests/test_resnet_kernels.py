@@ -1,7 +1,5 @@
 """Calls that launch all kernels of ResNets, and regions on a GPU against eager blocks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

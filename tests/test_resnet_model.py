@@ -1,7 +1,5 @@
 """The regions in every mode and size; channels_last wherever weights come from; every bad input and its error."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the compiler sees of every region on a GPU: a graph each way, in which the zoo's kernels are launches."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activation checkpointing of compiled blocks: less is kept, nothing else changes, no graph is added."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

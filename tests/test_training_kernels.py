@@ -1,7 +1,5 @@
 """The operators of a training step, as compilers and callers need them; training_kernel_checks.py holds the kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cross entropy over a large vocabulary, some rows at a time, against torch's over all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

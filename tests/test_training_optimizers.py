@@ -1,7 +1,5 @@
 """AdamW of the zoo against torch's fused one. What its kernel computes, training_kernel_checks.py holds to."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

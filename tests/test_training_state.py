@@ -1,7 +1,5 @@
 """Saving and resuming: the losses that follow are those of an uninterrupted run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

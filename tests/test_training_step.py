@@ -1,7 +1,5 @@
 """The training step: equal to the plain loop, captured where it can be, and never trained on what is not finite."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import warnings

@@ -1,7 +1,5 @@
 """The operators of UNets: what callers need, and what runs without kernels; unet_*_checks.py hold the kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

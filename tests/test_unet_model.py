@@ -1,7 +1,5 @@
 """The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

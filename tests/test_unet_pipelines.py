@@ -1,7 +1,5 @@
 """In diffusers' pipelines: the same images, with their schedulers, guidance and LoRA weights. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The sampler: diffusers' latents with every solver, captured once for all prompts, and bad input named."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules: each solver's steps are those of diffusers' scheduler, at every spacing; what is not there is named."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable

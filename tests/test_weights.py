@@ -1,7 +1,5 @@
 """A WeightMap's table, strict both ways; folders in the libraries' formats; what every family's conversion keeps."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 from pathlib import Path

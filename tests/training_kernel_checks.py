@@ -1,7 +1,5 @@
 """The kernels of a training step against exact numbers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -86,7 +84,7 @@ def test_an_update_is_exact_but_for_rounding(dtypes: str, numbers: int, count: i
 
 
 @triton.jit
-def _corrections(x, out):  # type: ignore[no-untyped-def]
+def _corrections(x, out):
     tl.store(out, _one_minus_exp(tl.load(x)))
 
 

@@ -1,7 +1,5 @@
 """The kernel of attention to few keys against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The kernels of the glue against float64."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The group-norm kernels against float64."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
