@@ -89,7 +89,7 @@ def tensors(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
-def check(call: Call, alone: bool = True) -> None:
+def check(call: Call, alone: bool = True, times: float = 2.0) -> None:
     """Outputs and gradients against those of float64, the same each time; and of each as if it learnt alone."""
     function, given = call
     exact = [each.detach().double().requires_grad_() for each in given]
@@ -98,12 +98,12 @@ def check(call: Call, alone: bool = True) -> None:
     expected = torch.autograd.grad(wanted, exact, [grad.to(each) for grad, each in zip(grads, wanted, strict=True)])
     found = torch.autograd.grad(outputs, given, grads, retain_graph=True)
     for one, other, like in zip((*outputs, *found), (*wanted, *expected), (*outputs, *given), strict=True):
-        close(one, other.double(), like.dtype, times=2.0)
+        close(one, other.double(), like.dtype, times=times)
     again = torch.autograd.grad(outputs, given, grads)
     assert all(map(torch.equal, found, again))
     with torch.no_grad():
         for one, other in zip(tensors(function(*given)), wanted, strict=True):
-            close(one, other.double(), one.dtype, times=2.0)
+            close(one, other.double(), one.dtype, times=times)
     for index, like in enumerate(given if alone else ()):
         frozen = [each.detach().requires_grad_(each is like) for each in given]
         (one,) = torch.autograd.grad(tensors(function(*frozen)), frozen[index], grads)
