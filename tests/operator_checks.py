@@ -150,15 +150,6 @@ def test_no_rows(name: str) -> None:
         assert one.shape == like.shape and not one.any()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_derivative_is_refused(name: str) -> None:
-    function, given = calls(3, 8, torch.float32, torch.float32)[name]
-    loss = sum(each.square().sum() for each in tensors(function(*given)))
-    grads = torch.autograd.grad(loss, given, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        sum(each.square().sum() for each in grads).backward()
-
-
 def test_an_unused_output_has_no_gradient() -> None:
     function, given = calls(5, 40, torch.float32, torch.float32)["sum, shift and norm"]
     exact = [each.detach().double().requires_grad_() for each in given]

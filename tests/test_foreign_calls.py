@@ -97,14 +97,6 @@ def test_sizes_that_vary_are_a_graph_for_views_and_others_alike() -> None:
     assert sum(graphs_of(model).values()) == 2
 
 
-def test_pinned_sizes_are_a_graph_each() -> None:
-    model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
-    with torch.no_grad(), zoo.enforce_budget(model):
-        for rows in (2, 3, 5):
-            model(torch.randn(rows, 4))
-    assert sum(graphs_of(model).values()) == 3
-
-
 @pytest.mark.parametrize("embedded", [False, True], ids=["of the region's input", "of the model's own input"])
 @pytest.mark.parametrize(("mark", "needed"), [(torch._dynamo.mark_dynamic, 1), (torch._dynamo.mark_static, 3)])
 def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: int, embedded: bool) -> None:
@@ -505,23 +497,19 @@ class Shifted(nn.Module):
         return x * (1 - self.rate) if self.training and self.rate > 0 else x
 
 
-@pytest.mark.parametrize(("train", "graphs"), [(False, 2), (True, 3)])
-def test_a_choice_of_code_is_within_the_budget(train: bool, graphs: int) -> None:
-    model = Sequence(*map(Shifted, range(4))).train(train)
-    assert len(zoo.find_regions(model).obstacles) == train
+# Of four blocks alike, and of two in each of two widths.
+@pytest.mark.parametrize(
+    ("widths", "train", "said", "graphs"),
+    [((4,), False, "2", 2), ((4,), True, "at least 2", 3), ((4, 5), False, "4", 4)],
+)
+def test_a_choice_of_code_is_within_the_budget(widths: tuple[int, ...], train: bool, said: str, graphs: int) -> None:
+    model = Sequence(*(Shifted(index, width) for width in widths for index in range(4 // len(widths)))).train(train)
+    report = zoo.find_regions(model)
+    assert len(report.obstacles) == train and report.graphs == said
     compiled(model)
     with zoo.enforce_budget(model), torch.set_grad_enabled(train):
         model(torch.randn(2, 4, requires_grad=train))
     assert graphs_of(model) == {"Shifted": graphs}
-
-
-def test_a_choice_of_code_is_one_where_only_two_blocks_are_alike() -> None:
-    model = Sequence(*(Shifted(index, width) for width in (4, 5) for index in (0, 1))).eval()
-    assert zoo.find_regions(model).graphs == "4"
-    compiled(model)
-    with zoo.enforce_budget(model), torch.no_grad():
-        model(torch.randn(2, 4))
-    assert graphs_of(model) == {"Shifted": 4}
 
 
 @pytest.fixture

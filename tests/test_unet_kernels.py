@@ -150,20 +150,6 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products(monkeypatch: 
     assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
 
 
-def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.engine.kernel import Kernel
-
-    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
-    x, weight = images(2, 8, 3, 3, grad=True), torch.ones(8)
-    for out in (
-        group_norm(x, None, weight, weight, 2, 1e-5, True),
-        cat_group_norm(x[:, :4], x[:, 4:], weight, weight, 2, 1e-5, True)[0],
-    ):
-        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
-
-
 def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = BlockShape(inputs=640, skip=0, outputs=640, depth=None, heads=1)
     block = ResnetBlock(PRESETS["unet-debug"], shape).to(torch.bfloat16, memory_format=torch.channels_last)
