@@ -27,7 +27,7 @@ from tests import (
     test_gnn_kernels,
     test_llm_kernels,
     test_resnet_kernels,
-    test_training_kernels,
+    test_training_losses,
     test_unet_kernels,
 )
 from tests.fake_gpu import Gpu, kernels, lower
@@ -214,7 +214,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "gnn": test_gnn_kernels.calls(),
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_kernels.calls(),
-        "training": test_training_kernels.calls(),
+        "training": test_training_losses.calls(),
         "unet": test_unet_kernels.calls(),
     }
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
