@@ -101,16 +101,6 @@ def test_modes_see_operators_and_no_kernels(asked: list[torch.device]) -> None:
         assert not operators.kernels_run(x)
 
 
-def test_a_second_derivative_is_refused() -> None:
-    x = torch.randn(3, requires_grad=True)
-    # Also where the gradient that comes in is a number.
-    for loss, first in ((Double.apply(x).square().sum(), 8 * x), (Double.apply(x).sum(), torch.full((3,), 2.0))):
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        torch.testing.assert_close(grad, first)
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            grad.square().sum().backward()
-
-
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_second_derivative_of_an_input_alone_is_refused(checkpointed: bool) -> None:
     x = torch.randn(3, requires_grad=True)

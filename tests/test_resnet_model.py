@@ -12,31 +12,13 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
-from tests.blocks import graphs_of
 from zoo.ops import conv as stem
 from zoo.ops.conv import conv_act, linear_relu
 from zoo.resnet import Folding, ResNet, fold_batch_norm
 
-# Other batches, one image alone, not square, odd sizes, as many pixels a side as some stage has channels (256).
-SHAPES = [(2, 3, 64, 64), (3, 3, 64, 64), (1, 3, 96, 64), (2, 3, 33, 97), (1, 3, 256, 256)]
-
 
 def debug(**changes: Any) -> ResNet:
     return zoo.create("resnet-debug", **changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_blocks_are_a_graph_for_each_signature_and_size(training: bool) -> None:
-    model = debug().train(training)
-    eager = copy.deepcopy(model)
-    zoo.compile_regions(model, backend="aot_eager" if training else "eager")
-    for shape in SHAPES:
-        images = torch.randn(shape)
-        with torch.inference_mode(not training), zoo.enforce_budget(model):
-            torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
-    # Two blocks in the first two stages, one in the others: six signatures.
-    assert graphs_of(model) == {"Stem": len(SHAPES), "Bottleneck": 6 * len(SHAPES), "ResNetHead": len(SHAPES)}
 
 
 # Graphs of blocks, which both ends come on top of.
