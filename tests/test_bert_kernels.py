@@ -42,6 +42,15 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     }
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_norm_matches_torchs_without_kernels(shifted: bool) -> None:
+    x, added = torch.randn(2, 2, 3, 8, dtype=torch.float64).unbind()
+    weight, bias, shift = torch.randn(3, 8, dtype=torch.float64).unbind()
+    out, low = norms.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
+    torch.testing.assert_close(out, F.layer_norm(x + added + shift * shifted, (8,), weight, bias, 1e-6))
+    assert out.dtype == torch.float64 and torch.equal(low, out.bfloat16())
+
+
 # --- in a layer ---
 
 NORM, ACTIVATION = "add_layer_norm", "bias_gelu"
