@@ -11,15 +11,7 @@ from torch import Tensor
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, close, kernels_run  # noqa: F401
 from zoo.ops.conv import conv_add
 from zoo.ops.glu import bias_gelu, gated_gelu, swiglu
-from zoo.ops.norms import (
-    WIDEST_NORM,
-    add_layer_norm,
-    add_norm,
-    add_rms_norm,
-    layer_norm,
-    reference_rms_norm,
-    rms_norm,
-)
+from zoo.ops.norms import WIDEST_NORM, add_layer_norm, add_norm, add_rms_norm, layer_norm, reference_rms_norm, rms_norm
 from zoo.ops.products import column_sums, weight_gradient
 from zoo.ops.triton import glu, norms, tiles
 

@@ -305,9 +305,7 @@ close_images = functools.partial(kernel_checks.close, layout=torch.channels_last
 
 @pytest.mark.parametrize("lines", [1, 3])
 @pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
-def test_norm_and_bias_before_a_pool(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int
-) -> None:
+def test_norm_and_bias_before_a_pool(monkeypatch, shape, dtype, lines):
     programs_of(monkeypatch, lines)
     x = images(*shape, dtype=dtype)
     # Weights of the same dtype, and of float32 as under autocast.
@@ -357,9 +355,7 @@ def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("lines", [1, 3])
 @pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
-def test_pooling_chooses_and_gives_back_as_torch_does(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype, lines: int
-) -> None:
+def test_pooling_chooses_and_gives_back_as_torch_does(monkeypatch, shape, dtype, lines):
     programs_of(monkeypatch, lines)
     # After a relu most windows have equals, and the first of them is chosen.
     x = images(*shape, dtype=dtype).relu()

@@ -218,9 +218,7 @@ def poison(folder: Path) -> None:
         (lambda folder: (folder / "index.json").write_text("{}"), "another release of the zoo"),
     ],
 )
-def test_what_does_not_fit_is_named_and_compiled_as_usual(
-    folder: Path, damage: Callable[[Path], None], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     damage(folder)
     with pytest.raises(zoo.ArtifactError, match=words):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zoo
 import zoo.ops.common
-from tests.fake_gpu import Gpu, traced
+from tests.fake_gpu import traced
 from zoo.bert import BertLayer, pack
 from zoo.ops import glu, norms, products
 from zoo.training import checkpoint_regions
@@ -111,9 +111,7 @@ def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_a_layer_that_trains_runs_the_kernels(
-    autocast: bool, packed: bool, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_trains_runs_the_kernels(autocast, packed, counted, monkeypatch):
     model = zoo.create("bert-debug", head="none", **STILL).train()
     layers = len(model.layers)
     inputs: Any = zoo.example_inputs(model)
@@ -135,9 +133,7 @@ def test_a_layer_that_trains_runs_the_kernels(
 
 
 @needs_triton
-def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(gpu, monkeypatch):
     layer = zoo.create("bert-debug", **STILL).train().layers[0]
     with torch.autocast("cpu", torch.bfloat16):
         forward, backward = traced(monkeypatch, layer.__call__, torch.randn(2, 5, 32, requires_grad=True))
@@ -220,9 +216,7 @@ class _Scaled(nn.Linear):
 
 @pytest.mark.parametrize("change", ["subclass", "hook on gradients", "forward"])
 @pytest.mark.parametrize("name", ["qkv", "attention_output", "intermediate", "output", "attention_norm", "output_norm"])
-def test_a_modified_submodule_is_called(
-    name: str, change: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_modified_submodule_is_called(name, change, counted, monkeypatch):
     model = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
     layer, heard, autocast = model.layers[0], Counter[str](), change == "subclass"
     module = getattr(layer, name)

@@ -287,9 +287,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("idle", "warned"), [(0.8, True), (0.7, False)])
-def test_a_gpu_that_waits_for_the_host_is_warned_of_once(
-    idle: float, warned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_waits_for_the_host_is_warned_of_once(idle, warned, monkeypatch):
     model = blocks(8, 8)
     watch = IdleWatch(model, list(model))
     looks = [place < idle * watch.SAMPLES for place in range(watch.SAMPLES)]

@@ -112,9 +112,7 @@ def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], indu
     )
 
 
-def test_a_launch_knows_the_tensors_that_the_graph_allocates(
-    launches: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_knows_the_tensors_that_the_graph_allocates(launches, monkeypatch):
     bound: list[list[int]] = []
     kernels: list[Any] = []
 
@@ -305,9 +303,7 @@ def several(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [fused, foreign, several, lambda x, scale: F.cross_entropy(x, x.softmax(1))])
-def test_inductor_compiles_every_other_graph(
-    function: Callable[..., Any], launches: list[Any], inductor: list[Any]
-) -> None:
+def test_inductor_compiles_every_other_graph(function, launches, inductor):
     compiled(function)(torch.randn(3, 16), torch.rand(16))
     assert len(inductor) == 1
     compiled(lambda x, weight: x.mean(1) @ weight)(torch.randn(3, 4, 16), torch.rand(16))  # one operation is not

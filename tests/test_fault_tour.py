@@ -141,9 +141,7 @@ def attempt(
     return code, console.file.getvalue().replace("\n", ""), plan.stores()[0].results()
 
 
-def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(tmp_path, settings, monkeypatch):
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)  # the signal comes before
@@ -162,9 +160,7 @@ def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("regional-zoo-run-killed", "regional-zoo-run-new", "somebody-elses"):
         (tmp_path / name / "caches").mkdir(parents=True)
@@ -236,9 +232,7 @@ class Disk:
         monkeypatch.setattr(Store, "append", append)
 
 
-def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(tmp_path, settings, monkeypatch):
     disk = Disk(monkeypatch, rows=2)  # the environment and one row
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     out = tmp_path / "run"
@@ -290,9 +284,7 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
         ("busy", "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
-    settings: Settings, model: str, status: str, remedy: str
-) -> None:
+def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(settings, model, status, remedy):
     (result,) = rows_of(settings, replace(EAGER, model=model)).values()
     assert result.status == status and (result.status in run.BROKEN) == (model == "full")
     assert re.search(remedy, result.reason or "")
@@ -309,9 +301,7 @@ def begin(out: Path, settings: Settings) -> None:
 
 
 @pytest.mark.slow
-def test_no_cpp_compiler_is_said_before_anything_is_measured(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cpp_compiler_is_said_before_anything_is_measured(tmp_path, settings, monkeypatch):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -320,9 +310,7 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(
 
 
 @pytest.mark.slow
-def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(settings, monkeypatch):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     arm = ArmRun(case=CASE, folder=settings.scratch / "arm")
     for _, worker in processes([Job(arm, COLD)], settings):
@@ -418,9 +406,7 @@ def test_a_long_message_does_not_push_the_remedy_out() -> None:
     assert len(reason) < 600 and reason.endswith("the compiler's caches go there")
 
 
-def test_a_busy_gpu_is_one_line_before_anything_is_measured(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, monkeypatch):
     def refuse(worker: Worker, operation: str, **_: Any) -> Any:
         reply = failure_of(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"))
         raise WorkerFailure(reply["status"], reply["reason"])

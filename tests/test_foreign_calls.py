@@ -537,9 +537,7 @@ def by_class(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("wrap", [sharded, nn.parallel.DistributedDataParallel])
 @pytest.mark.parametrize("compile_regions", [partial(compiled, backend="aot_eager"), by_class])
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_fsdp_and_ddp_come_before_or_after(
-    wrap: Callable[[nn.Module], nn.Module], compile_regions: Callable[[nn.Module], nn.Module], compiled_first: bool
-) -> None:
+def test_fsdp_and_ddp_come_before_or_after(wrap, compile_regions, compiled_first):
     torch.compiler.reset()
     plain, x = Sequence(nn.Linear(4, 4), Block(4), Block(4)), torch.randn(2, 4)
     expected = plain(x)

@@ -240,9 +240,7 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"cache": "static"}, TypeError, "cache is a str, expected a KVCache"),
     ],
 )
-def test_bad_calls_are_named_before_anything_runs(
-    model: LLM, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
     def never(*_: Any) -> None:
         raise AssertionError("the model ran")
 

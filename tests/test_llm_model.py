@@ -1,7 +1,5 @@
 """The decoder and its static cache: regions in every way they are called, padding that is never seen, every error."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -28,9 +26,7 @@ def ids(batch: int = 2, tokens: int = 12, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("depth", "mode"), [(1, torch.no_grad), (6, torch.inference_mode)])
-def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(
-    depth: int, mode: Callable[[], AbstractContextManager[object]]
-) -> None:
+def test_prefill_decode_and_scoring_are_a_graph_each_at_any_depth(depth, mode):
     model = zoo.compile_regions(zoo.create("llm-debug", num_hidden_layers=depth), backend="aot_eager")
     eager = zoo.create("llm-debug", num_hidden_layers=depth)
     eager.load_state_dict(model.state_dict())

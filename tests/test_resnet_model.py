@@ -58,9 +58,6 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
-# --- channels_last ---
-
-
 # --- what is refused ---
 
 
@@ -185,9 +182,7 @@ def test_autocast_narrows_images_and_weight(squares: list[torch.Size]):
         ({}, (1, 6, 8, 8), False),
     ],
 )
-def test_which_convolutions_are_computed_so(
-    options: dict[str, int], shape: tuple[int, ...], helps: bool, squares: list[torch.Size]
-):
+def test_which_convolutions_are_computed_so(options, shape, helps, squares):
     conv = nn.Conv2d(shape[1], 4, **{"kernel_size": 7, "stride": 2, "padding": 3, **options})
     x = torch.randn(shape)
     found = stem.stem_conv(x, conv)

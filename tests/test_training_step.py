@@ -35,9 +35,7 @@ def train(step: TrainingStep, batches: Any) -> list[float]:
 @pytest.mark.parametrize(("kind", "captures"), [("adamw", False), ("adamw", True), ("sgd", True), ("plain", False)])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("counts", [(1,) * 10, (3, 2) * 6], ids=str)
-def test_the_losses_are_those_of_the_plain_loop(
-    kind: str, captures: bool, clip_norm: float | None, counts: tuple[int, ...]
-):
+def test_the_losses_are_those_of_the_plain_loop(kind, captures, clip_norm, counts):
     batches = iter(draw(sum(counts), device="cuda"))
     updates = [list(itertools.islice(batches, count)) for count in counts]
     expected_model, model = build("cuda"), build("cuda")
@@ -169,9 +167,7 @@ def test_an_overflow_of_scaled_gradients_is_skipped_and_the_scale_lowered(device
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("options", [{}, {"dampening": 0.1}, {"nesterov": True}], ids=str)
-def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(
-    device: str, captures: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
+def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(device, captures, options, monkeypatch):
     empty = torch.empty_like
 
     def dirty(x: Tensor, **more: Any) -> Tensor:
@@ -536,10 +532,7 @@ def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -
         (lambda m: made(m, report_every=0), "report_every is 0, expected a positive integer"),
         (lambda m: made(m, most_graphs=0), "most_graphs is 0, expected a positive integer"),
         (lambda m: made(m.eval()), r"Sequential is in eval mode: call model\.train\(\) first"),
-        (
-            lambda m: TrainingStep(m, loss_of, torch.optim.LBFGS(m.parameters())),
-            r"LBFGS\.step\(\) needs a closure",
-        ),
+        (lambda m: TrainingStep(m, loss_of, torch.optim.LBFGS(m.parameters())), r"LBFGS\.step\(\) needs a closure"),
         (lambda m: TrainingStep(m, loss_of, optimizer_of(build())), r"has none of the 4 parameters of this Sequential"),
         (
             lambda m: TrainingStep(nn.Identity(), loss_of, optimizer_of(m)),

@@ -235,9 +235,7 @@ CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for wid
         ),
     ],
 )  # fmt: skip
-def test_bad_calls_are_refused_before_a_step_runs(
-    case: str, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_calls_are_refused_before_a_step_runs(case, options, error, words):
     unet = model(case)
 
     def never(*_: Any) -> None:

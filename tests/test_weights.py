@@ -177,9 +177,7 @@ def test_presets_take_a_folder_that_agrees_in_any_dtype(family: Any, tmp_path: P
         zoo.create(larger, weights=tmp_path)
 
 
-def test_a_save_that_fails_leaves_the_folder_as_it_was(
-    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_the_folder_as_it_was(family, tmp_path, monkeypatch):
     first, second = (model_of(family, seed=seed) for seed in (1, 2))
     family.save(first, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

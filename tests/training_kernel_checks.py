@@ -169,9 +169,7 @@ ALL = [[48] * 8, [48] * 3, [30]]
     ],
     ids=["all", "decay", "maximize", "remainder", "no remainder", "none"],
 )  # fmt: skip
-def test_parameters_of_one_size_share_launches(
-    large: int, launches: list[list[int]], options: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_of_one_size_share_launches(large, launches, options, dtype, monkeypatch):
     monkeypatch.setattr(updates, "LARGE", large)
     monkeypatch.setattr(updates, "SMALLEST", 30)
     sizes = counted(monkeypatch)
@@ -210,9 +208,7 @@ def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("rate", [1, 1e-2, None], ids=["whole number", "number", "tensor"])
-def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(
-    rate: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatch):
     sizes = counted(monkeypatch)
     ours, theirs = alike(*SAME[:3])
     lr = number(1e-2) if rate is None else rate

@@ -49,9 +49,7 @@ DESCRIBED = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat
 
 @pytest.mark.parametrize("dtype", DESCRIBED)
 @pytest.mark.parametrize(("rows", "channels", "inner"), PRODUCTS)
-def test_products_are_gated_on_the_way(
-    rows: int, channels: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_gated_on_the_way(rows, channels, inner, dtype, monkeypatch):
     monkeypatch.setattr(glu, "LEAST_ROWS", 1)
     x = values(rows, channels, dtype=dtype)
     weight, bias = values(2 * inner, channels, dtype=dtype, scale=channels**-0.5), values(2 * inner, dtype=dtype)
