@@ -26,7 +26,7 @@ from tests import (
     test_bert_kernels,
     test_gnn_kernels,
     test_llm_kernels,
-    test_resnet_kernels,
+    test_resnet_model,
     test_training_losses,
     test_unet_kernels,
 )
@@ -213,7 +213,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "bert": test_bert_kernels.calls(),
         "gnn": test_gnn_kernels.calls(),
         "llm": test_llm_kernels.calls(),
-        "resnet": test_resnet_kernels.calls(),
+        "resnet": test_resnet_model.calls(),
         "training": test_training_losses.calls(),
         "unet": test_unet_kernels.calls(),
     }
