@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zoo
 import zoo.ops.common
+from tests.blocks import Doubled
 from tests.fake_gpu import traced
 from zoo.bert import BertLayer, pack
 from zoo.ops import glu, norms, products
@@ -209,11 +210,6 @@ def test_only_what_learns_takes_kernels(counted: Counter[str]) -> None:
     assert counted == {NORM: 2, ACTIVATION: 1}
 
 
-class _Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
 @pytest.mark.parametrize("change", ["subclass", "hook on gradients", "forward"])
 @pytest.mark.parametrize("name", ["qkv", "attention_output", "intermediate", "output", "attention_norm", "output_norm"])
 def test_a_modified_submodule_is_called(name, change, counted, monkeypatch):
@@ -227,7 +223,7 @@ def test_a_modified_submodule_is_called(name, change, counted, monkeypatch):
         monkeypatch.setattr(module, "forward", lambda x: (heard.update([name]), 2 * before(x))[1], raising=False)
     else:
         if isinstance(module, nn.Linear):
-            scaled = _Scaled(module.in_features, module.out_features)
+            scaled = Doubled(module.in_features, module.out_features)
             scaled.load_state_dict(module.state_dict())
             setattr(layer, name, scaled)
         getattr(layer, name).register_forward_pre_hook(lambda *_: heard.update([name]))

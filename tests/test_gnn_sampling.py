@@ -229,18 +229,6 @@ NORMS: list[dict[str, Any]] = [
 ]
 
 
-def test_graphs_of_another_model_or_another_batch_are_refused():
-    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    x = torch.randn(len(batch.nodes), 6)
-    with pytest.raises(ValueError, match="there are 2 graphs, but 3 layers; sample as many hops"):
-        model(layers=3)(x, batch.graphs)
-    with pytest.raises(ValueError, match="layer 0 is given|x has"):
-        model()(x, batch.graphs[::-1])
-    with pytest.raises(ValueError, match="layer 1 is given"):
-        model()(x, batch.graphs[:1] * 2)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", NORMS, ids=str)
@@ -381,8 +369,15 @@ def test_what_is_out_of_range_or_of_another_kind_is_refused(options: dict[str, A
 
 
 def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
-    batch = next(NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES).epoch(0))
-    x = torch.randn(NODES + 1, 6)
+    batch = next(NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES).epoch(0))
+    x, own = torch.randn(NODES + 1, 6), torch.randn(len(batch.nodes), 6)
+    for layers, graphs, words in (
+        (3, batch.graphs, "there are 2 graphs, but 3 layers; sample as many hops"),
+        (2, batch.graphs[::-1], "layer 0 is given|x has"),
+        (2, batch.graphs[:1] * 2, "layer 1 is given"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(layers=layers)(own, graphs)
     with pytest.raises(ValueError, match=r"x has 201 rows and the batch .* nodes; pass x\[batch\.nodes\]"):
         model()(x, batch.graphs)
     with pytest.raises(TypeError, match=r"edge_index is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]"):
