@@ -26,14 +26,9 @@ import zoo
 EXAMPLES = int(os.environ.get("ZOO_FUZZ_EXAMPLES", "20"))
 # Few examples are the same in every run. Many are new each time; a failure prints what repeats it.
 fuzz = settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 20,
-    database=None,
-    deadline=None,
-    print_blob=True,
-    phases=(Phase.generate, Phase.shrink),
-    suppress_health_check=list(HealthCheck),
-)
+    max_examples=EXAMPLES, derandomize=EXAMPLES <= 20, database=None, deadline=None, print_blob=True,
+    phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

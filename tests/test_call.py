@@ -125,14 +125,12 @@ def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) 
 @pytest.mark.parametrize(
     "mode",
     [
-        lambda: torch.enable_grad(),
-        lambda: torch.inference_mode(),
-        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.enable_grad(), lambda: torch.inference_mode(), lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.compiler.set_stance("force_eager"),
         lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
     ],
     ids=["grad", "inference", "autocast", "stance", "dispatch mode"],
-)
+)  # fmt: skip
 def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) -> None:
     (block,) = blocks(backend="aot_eager")
     x = torch.randn(3, 8)
@@ -154,14 +152,11 @@ def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) 
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(5, 8),
-        torch.randn(8, 3).t(),
-        torch.randn(3, 8, requires_grad=True),
-        torch.randn(3, 8, dtype=torch.float64),
-        nn.Parameter(torch.randn(3, 8)),
+        torch.randn(5, 8), torch.randn(8, 3).t(), torch.randn(3, 8, requires_grad=True),
+        torch.randn(3, 8, dtype=torch.float64), nn.Parameter(torch.randn(3, 8)),
     ],
     ids=["shape", "strides", "requires grad", "dtype", "parameter"],
-)
+)  # fmt: skip
 def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Module]) -> None:
     (block,) = blocks()
     block(torch.randn(3, 8))

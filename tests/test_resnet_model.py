@@ -27,14 +27,11 @@ def debug(**changes: Any) -> ResNet:
 @pytest.mark.parametrize(
     ("preset", "changes", "blocks"),
     [
-        ("resnet18", {}, 7),
-        ("resnet50", {}, 8),
-        ("resnet101", {}, 8),
-        ("resnext50_32x4d", {}, 8),
+        ("resnet18", {}, 7), ("resnet50", {}, 8), ("resnet101", {}, 8), ("resnext50_32x4d", {}, 8),
         ("resnet50", {"replace_stride_with_dilation": (False, True, True)}, 8),
         ("resnet50", {"layers": (5, 6, 9, 4)}, 8),
     ],
-)
+)  # fmt: skip
 def test_deeper_is_no_more_graphs(preset: str, changes: dict[str, Any], blocks: int) -> None:
     model = zoo.create(preset, device="meta", **changes)
     report = zoo.find_regions(model)
@@ -177,13 +174,10 @@ def test_autocast_narrows_images_and_weight(squares: list[torch.Size]):
 @pytest.mark.parametrize(
     ("options", "shape", "helps"),
     [
-        ({}, (1, 3, 8, 8), True),
-        ({"kernel_size": 3, "padding": 1}, (1, 3, 8, 8), False),
-        ({"stride": 1}, (1, 3, 8, 8), False),
-        ({"dilation": 2}, (1, 3, 20, 20), False),
-        ({}, (1, 6, 8, 8), False),
+        ({}, (1, 3, 8, 8), True), ({"kernel_size": 3, "padding": 1}, (1, 3, 8, 8), False),
+        ({"stride": 1}, (1, 3, 8, 8), False), ({"dilation": 2}, (1, 3, 20, 20), False), ({}, (1, 6, 8, 8), False),
     ],
-)
+)  # fmt: skip
 def test_which_convolutions_are_computed_so(options, shape, helps, squares):
     conv = nn.Conv2d(shape[1], 4, **{"kernel_size": 7, "stride": 2, "padding": 3, **options})
     x = torch.randn(shape)

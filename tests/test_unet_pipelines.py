@@ -92,7 +92,7 @@ def images(pipe: Any, **options: Any) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("kind", ["sd", "xl"])
+@pytest.mark.parametrize("kind", ["sd", "xl"])  # fmt: skip
 def test_the_same_images(kind: str, tmp_path: Path) -> None:
     pipe = pipeline(kind, tmp_path)
     expected = images(pipe)

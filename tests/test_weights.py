@@ -114,7 +114,7 @@ def test_tensors_are_strict_but_for_what_is_ignored() -> None:
         ({"again": "words"}, "fills .*words.weight.* twice"),
         ({"block.{}.q.weight": Placement("layers.{}.qkv.weight", 0, 4)}, "names block.0.q.weight twice"),
     ],
-)
+)  # fmt: skip
 def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -> None:
     table = {key: target for key, target in {**TABLE, **changes}.items() if target is not None}
     with pytest.raises(ValueError, match=words):
