@@ -82,7 +82,7 @@ def tensors(found: Any) -> tuple[Tensor, ...]:
 
 
 def check(call: Call, alone: bool = True, times: float = 2.0) -> None:
-    """Outputs and gradients against those of float64, the same each time; and of each as if it learnt alone."""
+    """Outputs and gradients against those of float64, on a GPU the same each time; each as if it learnt alone, too."""
     function, given = call
     exact = [each.detach().double().requires_grad_() for each in given]
     outputs, wanted = tensors(function(*given)), tensors(function(*exact))
@@ -91,8 +91,8 @@ def check(call: Call, alone: bool = True, times: float = 2.0) -> None:
     found = torch.autograd.grad(outputs, given, grads, retain_graph=True)
     for one, other, like in zip((*outputs, *found), (*wanted, *expected), (*outputs, *given), strict=True):
         close(one, other.double(), like.dtype, times=times)
-    again = torch.autograd.grad(outputs, given, grads)
-    assert all(map(torch.equal, found, again))
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        assert all(map(torch.equal, found, torch.autograd.grad(outputs, given, grads)))
     with torch.no_grad():
         for one, other in zip(tensors(function(*given)), wanted, strict=True):
             close(one, other.double(), one.dtype, times=times)

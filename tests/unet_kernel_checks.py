@@ -21,7 +21,7 @@ close = functools.partial(kernel_checks.close, layout=torch.channels_last)
 # group and between two. The first, which the interpreter computes in all dtypes, is a small one.
 WIDTHS = [
     (21, 3, 1), (130, 13, 64), (140, 7, 3), (150, 5, 30), (160, 4, 40), (180, 3, 90), (160, 2, 80), (8, 8, 4),
-    (30, 5, 7), (6, 1, 5), (300, 2, 299), (24, 8, 16), (120, 4, 80), (120, 2, 80), (360, 12, 160), (14, 2, 5),
+    (30, 5, 7), (6, 1, 5), (300, 2, 299), (120, 2, 80),
 ]  # fmt: skip
 # Of an image, that no chunk divides.
 SIZE = (5, 7) if DEVICE == "cpu" else (7, 11)
@@ -205,7 +205,7 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize(("channels", "groups", "first"), [WIDTHS[i] for i in (0, 1, 4, 7, 9, 10)])
+@pytest.mark.parametrize(("channels", "groups", "first"), [WIDTHS[i] for i in (0, 7, 8, 9, 10)])
 def test_gradients(channels: int, groups: int, first: int, dtype: torch.dtype) -> None:
     for name, call in calls(channels, groups, first, dtype).items():
         if "shift" not in name or groups < channels:  # a shift of a whole group changes nothing
