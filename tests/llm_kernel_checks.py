@@ -1,7 +1,5 @@
 """The kernels of the family against float64, for which operators run their references."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -82,9 +80,7 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32), (9, 3, 128)])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("same", [False, True])
-def test_rotation_into_the_cache(
-    heads: int, key_heads: int, width: int, norms: bool, same: bool, dtype: torch.dtype
-) -> None:
+def test_rotation_into_the_cache(heads, key_heads, width, norms, same, dtype):
     positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=DEVICE)
     qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
     qkv[1, 2] = qkv[1, 1]  # a position that occurs twice is the same token
@@ -107,9 +103,7 @@ def test_rotation_into_the_cache(
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (6, 1, 64), (20, 5, 128)])
 @pytest.mark.parametrize("same", [False, True])
-def test_rotation_of_parts_and_its_gradient(
-    heads: int, key_heads: int, width: int, same: bool, dtype: torch.dtype
-) -> None:
+def test_rotation_of_parts_and_its_gradient(heads, key_heads, width, same, dtype):
     qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
     # What rotates another channel by it would be NaN.
     qkv.view(2, 3, -1, width)[..., -1, 0] = math.inf
@@ -214,9 +208,7 @@ TOGETHER = [{name: value for options in (*OPTIONS, SMALLER) for name, value in o
     [*((6, options) for options in OPTIONS), *((1, options) for options in (TOGETHER if DEVICE == "cpu" else OPTIONS))],
     ids=str,
 )
-def test_a_model_decodes_as_without_kernels(
-    options: dict[str, object], batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_decodes_as_without_kernels(options, batch, monkeypatch):
     model = zoo.create("llm-debug", head_dim=32, num_attention_heads=4, num_key_value_heads=2, device=DEVICE, **options)
     # A second one reads what the first wrote.
     last = 10 if DEVICE == "cpu" else 12
@@ -255,6 +247,3 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     assert not state.output[[0, 1, 3, 4]].any()
     assert state.positions.flatten().tolist() == [8, 9, 10, 1] and state.step.tolist() == [3]
     assert state.finished.tolist() == [expected[0] == 3, False, True, True]
-
-
-# --- norms of the residual stream ---
