@@ -149,6 +149,8 @@ def main(
         raise UsageError(f"--parallel {parallel} is for --workload train; for inference there is --parallel tp")
     cases = [replace(base, impl=impl, strategy=how, cuda_graph=graph) for impl, how, graph in ARMS]
     cases = [case for case in cases if not only or any(fnmatchcase(case.arm, each) for each in only)]
+    if not cases:
+        raise UsageError(f"--arm: no arm matches {', '.join(map(repr, only))}")
 
     os.environ.update({name: value for name, value in NCCL.items() if name not in os.environ})
     if on_gpu:

@@ -25,10 +25,16 @@ LLM = {"family": "llm", "model": ["llm-debug"], "device": "cpu"}
     [
         ({}, "torchrun --nproc-per-node 2 -m benchmarks.run --family llm --model llm-debug --input 2x16"),
         ({"parallel": "fsdp2"}, "'fsdp2' is not known; did you mean 'fsdp'"),
+        ({"impl": ["zoo"]}, "arms are chosen by --arm"),
+        ({"arm": ["zoo full"]}, "no arm matches 'zoo full'"),
+        ({"workload": "inference", "input": ["decode-1x64"]}, "fsdp is for --workload train"),
     ],
 )
 def test_wrong_usage_says_what_to_do(options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+    if "arm" in options or "workload" in options:
+        monkeypatch.setenv("RANK", "0")
+    else:
+        monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match=words):
         main(**{**LLM, "input": ["2x16"], "workload": "train", "parallel": "fsdp", **options})
 
