@@ -90,9 +90,7 @@ def main(
         from benchmarks import parallel as processes
 
         if impl or strategy or mode or dynamic or curve or resume or list_:
-            raise UsageError(
-                "--parallel: arms are chosen by --arm and measured anew; leave out other options"
-            )
+            raise UsageError("--parallel: arms are chosen by --arm and measured anew; leave out other options")
         return processes.main(
             loaded,
             bases,

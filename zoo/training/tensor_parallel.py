@@ -7,7 +7,6 @@ after which one all-reduce adds up what the processes computed. Shoeybi et al., 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ def styles_of(model: nn.Module, ways: int, *, plain: bool) -> dict[str, Parallel
         ValueError: If the model has no such block, or a number of heads cannot be split in so many ways.
     """
     styles: dict[str, ParallelStyle] = {}
-    shared: dict[Any, Tensor | None] = {}
+    shared: dict[Any, Tensor] = {}
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
             width, inner = block.head_dim, block.gate_up_proj.out_features // 2
@@ -161,7 +160,7 @@ class _Split(ParallelStyle):
     """
 
     def __init__(
-        self, dim: int, parts: Sequence[int] = (), *, plain: bool, shared: dict[Any, Tensor | None] | None = None
+        self, dim: int, parts: Sequence[int] = (), *, plain: bool, shared: dict[Any, Tensor] | None = None
     ) -> None:
         super().__init__()
         self._dim, self._parts, self._plain, self._shared = dim, parts, plain, shared
@@ -195,21 +194,17 @@ def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> nn.
 SHARED_ROWS = 32
 
 
-def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Tensor | None]) -> Tensor | None:
-    """Memory of all processes for few rows of a product; None for weights that learn, on a CPU, on several hosts."""
-    if weight.requires_grad or isinstance(weight, DTensor) or not weight.is_cuda:
+def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Tensor]) -> Tensor | None:
+    """Memory of all processes for few rows of a product, where the group has it and the weight does not learn."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = mesh.get_group()
+    if isinstance(weight, DTensor) or not symmetric.is_symm_mem_enabled_for_group(group.group_name):
         return None
     key = weight.dtype, len(weight)
     if key not in made:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        try:
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # newer releases need it no more
-                symmetric.enable_symm_mem_for_group(mesh.get_group().group_name)
-            made[key] = symmetric.empty(SHARED_ROWS * len(weight), dtype=weight.dtype, device=weight.device)
-            symmetric.rendezvous(made[key], mesh.get_group())  # type: ignore[arg-type]
-        except RuntimeError:
-            made[key] = None
+        made[key] = symmetric.empty(SHARED_ROWS * len(weight), dtype=weight.dtype, device=weight.device)
+        symmetric.rendezvous(made[key], group)
     return made[key]
 
 
