@@ -1,6 +1,7 @@
 """The kernels of the family against float64, for which operators run their references."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ import zoo
 import zoo.ops.common
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
-from zoo.llm import KVCache
+from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
+from zoo.ops.attention import attend, decode_attention, decode_layer, rotate_into, split_rotated
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import rms_norm
 from zoo.ops.triton import decode as products
@@ -228,6 +229,48 @@ def test_a_model_decodes_as_without_kernels(options, batch, monkeypatch):
                 dim=1,
             )
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
+
+
+class Waits(Exception):
+    """A process cannot go on without what the other one computed."""
+
+
+def test_a_layer_in_two_parts_decodes_as_the_whole() -> None:
+    config = zoo.create(
+        "llm-debug", device="meta", hidden_size=32, num_attention_heads=4, head_dim=32, **SMALLER
+    ).config
+    layer = LLMLayer(config).to(DEVICE).requires_grad_(False)
+    heads, key_heads, width = layer.heads, layer.key_heads, layer.head_dim
+    x, rotary, position = values(2, 32), values(2, width), torch.tensor([3, 5], device=DEVICE)
+    cache = values(2, 2, key_heads, 8, width)
+    whole = layer._decode(x, rotary, position, cache.clone())
+    norms, qkv = (layer.input_layernorm, layer.post_attention_layernorm), layer.qkv_proj.weight
+    sizes = [heads * width, key_heads * width, key_heads * width]
+    sums: list[Tensor] = []
+    for _ in range(2):
+        parts = []
+        for rank in range(2):
+
+            def half(weight: Tensor, dim: int = 0, rank: int = rank) -> Tensor:
+                return weight.chunk(2, dim)[rank].contiguous()
+
+            known = iter(sums)
+
+            def add_parts(part: Tensor, known: Iterator[Tensor] = known) -> Tensor:
+                if (total := next(known, None)) is None:
+                    raise Waits(part)
+                return total
+
+            with pytest.raises(Waits) as waits:
+                decode_layer(
+                    x, half(cache, 2), position, rotary, norms[0].weight, torch.cat([*map(half, qkv.split(sizes))]),
+                    None, None, None, half(layer.o_proj.weight, 1), norms[1].weight,
+                    torch.cat([*map(half, layer.gate_up_proj.weight.chunk(2))]), half(layer.down_proj.weight, 1),
+                    norms[0].eps, heads // 2, None, add_parts, rank == 0,
+                )  # fmt: skip
+            parts.append(waits.value.args[0])
+        sums.append(parts[0] + parts[1])
+    close(sums[1], whole.double(), whole.dtype)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
