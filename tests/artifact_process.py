@@ -6,8 +6,6 @@ NAME is a preset of the zoo, or a model of another library in FOREIGN.
 With ``kernels`` a GPU is said to be there, and Triton's interpreter computes each launch on the CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import warnings
@@ -111,7 +109,7 @@ def step(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     with torch.inference_mode(not model.training):
         outputs = [each for each in pytree.tree_leaves(model(**inputs)) if isinstance(each, Tensor)]
         if model.training:
-            sum(each.square().sum() for each in outputs if each.requires_grad).backward()  # type: ignore[union-attr]
+            sum(each.square().sum() for each in outputs if each.requires_grad).backward()
             outputs += [each.grad for each in model.parameters() if each.grad is not None]
     return [each.detach() for each in outputs]
 

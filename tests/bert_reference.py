@@ -1,7 +1,5 @@
 """transformers' encoders at a tiny size, with every weight drawn, and batches to try them on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Small models for tests of the engine, and the graphs of compiled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
@@ -94,6 +92,13 @@ class Disabled(nn.Module):
 
 class Child(Block):
     """Inherits forward."""
+
+
+class Doubled(nn.Linear):
+    """A product that was modified, which only its forward knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
 
 
 class Dropping(nn.Module):

@@ -3,8 +3,6 @@
 Other files hold the details, and run on a GPU as well.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -5,8 +5,6 @@ dtype by some of them. The first case of each check is run in all. On a GPU dtyp
 left out.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -7,8 +7,6 @@ of upstream's float64 model after its weights have moved by a rounding of the dt
 rounding: errors of gradients are relative to the largest of the model's. In float64 all of this is as good as equality.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib
@@ -28,14 +26,9 @@ import zoo
 EXAMPLES = int(os.environ.get("ZOO_FUZZ_EXAMPLES", "20"))
 # Few examples are the same in every run. Many are new each time; a failure prints what repeats it.
 fuzz = settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 20,
-    database=None,
-    deadline=None,
-    print_blob=True,
-    phases=(Phase.generate, Phase.shrink),
-    suppress_health_check=list(HealthCheck),
-)
+    max_examples=EXAMPLES, derandomize=EXAMPLES <= 20, database=None, deadline=None, print_blob=True,
+    phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+)  # fmt: skip
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -1,7 +1,5 @@
 """Every kernel against float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -150,9 +148,7 @@ def test_attention_on_every_graph(name: str) -> None:
 
 @pytest.mark.parametrize("size", [512, 8])
 @pytest.mark.parametrize("channels", [1, 7, 47, 100, 256])
-def test_sums_and_maxima_of_every_width_with_rows_whole_and_split(
-    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_and_maxima_of_every_width_with_rows_whole_and_split(channels, size, monkeypatch):
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(weight=True)
     assert (graph.tensors.split is not None) == (graph.transpose.split is not None) == (size == 8)
@@ -165,9 +161,7 @@ def test_sums_and_maxima_of_every_width_with_rows_whole_and_split(
 
 @pytest.mark.parametrize("size", [512, 8])
 @pytest.mark.parametrize(("heads", "channels"), [(1, 1), (8, 5), (3, 40), (1, 100), (1, 256)])
-def test_attention_of_every_width_with_rows_whole_and_split(
-    heads: int, channels: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_every_width_with_rows_whole_and_split(heads, channels, size, monkeypatch):
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     check_attention(hub(), heads, channels)
 
@@ -253,9 +247,7 @@ def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypa
 @pytest.mark.parametrize("size", [512, 8])
 @pytest.mark.parametrize("rows", [9, 5])
 @pytest.mark.parametrize("dtype", RELATIVE)
-def test_sums_with_features_of_the_rows_themselves(
-    dtype: torch.dtype, rows: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_with_features_of_the_rows_themselves(dtype, rows, size, monkeypatch):
     """Beside the sums, or added from the second half of a table whose halves end in padding."""
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(mean=True, destinations=rows).tensors

@@ -3,8 +3,6 @@
 Shape legend: S sources, D destinations, E edges, H heads, C channels.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,31 +28,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def edge_sum(
-    x: Tensor,
-    source: Tensor,
-    destination: Tensor,
-    rows: int,
-    weight: Tensor | None = None,
-    gather_scale: Tensor | None = None,
+    x: Tensor, source: Tensor, destination: Tensor, rows: int, weight: Tensor | None = None,
     row_scale: Tensor | None = None,
-) -> Tensor:
-    """Sum over incoming edges.
-
-    Args:
-        x: [S, C], or [S, H, C].
-        source: [E] node that each edge comes from.
-        destination: [E] node that it goes to.
-        rows: D.
-        weight: [E], or [E, H], a factor an edge.
-        gather_scale: [S], a factor for each source.
-        row_scale: [D], a factor for each sum.
-    """
+) -> Tensor:  # fmt: skip
+    """Sum over incoming edges of x [S, C] or [S, H, C], times a weight [E] or [E, H] and a row_scale [D]."""
     dtype = wide(x.dtype)
     messages = x.index_select(0, source).to(dtype)
     if weight is not None:
         messages = messages * _as_wide_as(weight.to(dtype), messages)
-    if gather_scale is not None:
-        messages = messages * _as_wide_as(gather_scale.index_select(0, source).to(dtype), messages)
     total = messages.new_zeros(rows, *x.shape[1:]).index_add(0, destination, messages)
     if row_scale is not None:
         total = total * _as_wide_as(row_scale.to(dtype), total)
@@ -81,33 +62,17 @@ def edge_softmax(scores: Tensor, destination: Tensor, rows: int) -> Tensor:
 
 
 def edge_attention(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
-    slope: float,
-    source: Tensor,
-    destination: Tensor,
-    rows: int,
-    dropout: float = 0.0,
+    x: Tensor, a_source: Tensor, a_destination: Tensor, slope: float, source: Tensor, destination: Tensor, rows: int
 ) -> Tensor:
     """Neighbours weighed by the softmax of their scores: x [S, H, C], scores [S, H] and [D, H] -> [D, H, C]."""
     score = a_source.index_select(0, source) + a_destination.index_select(0, destination)  # [E, H]
-    share = edge_softmax(F.leaky_relu(score, slope), destination, rows)
-    share = F.dropout(share, dropout) if dropout > 0.0 else share
-    return edge_sum(x, source, destination, rows, share)
+    return edge_sum(x, source, destination, rows, edge_softmax(F.leaky_relu(score, slope), destination, rows))
 
 
 def attend(
-    x: Tensor,
-    a_source: Tensor,
-    a_destination: Tensor,
-    graph: GraphTensors,
-    slope: float,
-    dropout: float = 0.0,
-    *,
-    average: bool = False,
-    joined: bool = False,
-) -> Tensor:
+    x: Tensor, a_source: Tensor, a_destination: Tensor, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
+    average: bool = False, joined: bool = False,
+) -> Tensor:  # fmt: skip
     """Ours from features [S, H, C] and scores apart: -> [D, H, C] or [D, C]; ``joined`` has all of them in a table."""
     heads = x.shape[1]
     table = torch.cat([x.flatten(1), a_source, *([a_destination] if joined else [])], dim=1)

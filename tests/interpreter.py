@@ -7,8 +7,6 @@ The functions of ``triton.language`` are replaced once per launch. Triton does s
 thousands of times in a launch, which takes a sixth of the time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ A file ``*_checks.py`` runs in Triton's interpreter, or on a GPU::
     python -m pytest tests/unet_glue_checks.py -m gpu
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,8 +1,7 @@
 """The kernels of the family against float64, for which operators run their references."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ import zoo
 import zoo.ops.common
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
-from zoo.llm import KVCache
+from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention, rotate_into, split_rotated
+from zoo.ops.attention import attend, decode_attention, decode_layer, rotate_into, split_rotated
 from zoo.ops.glu import swiglu
 from zoo.ops.norms import rms_norm
 from zoo.ops.triton import decode as products
@@ -82,9 +81,7 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32), (9, 3, 128)])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("same", [False, True])
-def test_rotation_into_the_cache(
-    heads: int, key_heads: int, width: int, norms: bool, same: bool, dtype: torch.dtype
-) -> None:
+def test_rotation_into_the_cache(heads, key_heads, width, norms, same, dtype):
     positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=DEVICE)
     qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
     qkv[1, 2] = qkv[1, 1]  # a position that occurs twice is the same token
@@ -107,9 +104,7 @@ def test_rotation_into_the_cache(
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (6, 1, 64), (20, 5, 128)])
 @pytest.mark.parametrize("same", [False, True])
-def test_rotation_of_parts_and_its_gradient(
-    heads: int, key_heads: int, width: int, same: bool, dtype: torch.dtype
-) -> None:
+def test_rotation_of_parts_and_its_gradient(heads, key_heads, width, same, dtype):
     qkv = values(2, 3, (heads + 2 * key_heads) * width, dtype=dtype)
     # What rotates another channel by it would be NaN.
     qkv.view(2, 3, -1, width)[..., -1, 0] = math.inf
@@ -214,9 +209,7 @@ TOGETHER = [{name: value for options in (*OPTIONS, SMALLER) for name, value in o
     [*((6, options) for options in OPTIONS), *((1, options) for options in (TOGETHER if DEVICE == "cpu" else OPTIONS))],
     ids=str,
 )
-def test_a_model_decodes_as_without_kernels(
-    options: dict[str, object], batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_decodes_as_without_kernels(options, batch, monkeypatch):
     model = zoo.create("llm-debug", head_dim=32, num_attention_heads=4, num_key_value_heads=2, device=DEVICE, **options)
     # A second one reads what the first wrote.
     last = 10 if DEVICE == "cpu" else 12
@@ -238,6 +231,48 @@ def test_a_model_decodes_as_without_kernels(
     torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-4)
 
 
+class Waits(Exception):
+    """A process cannot go on without what the other one computed."""
+
+
+def test_a_layer_in_two_parts_decodes_as_the_whole() -> None:
+    config = zoo.create(
+        "llm-debug", device="meta", hidden_size=32, num_attention_heads=4, head_dim=32, **SMALLER
+    ).config
+    layer = LLMLayer(config).to(DEVICE).requires_grad_(False)
+    heads, key_heads, width = layer.heads, layer.key_heads, layer.head_dim
+    x, rotary, position = values(2, 32), values(2, width), torch.tensor([3, 5], device=DEVICE)
+    cache = values(2, 2, key_heads, 8, width)
+    whole = layer._decode(x, rotary, position, cache.clone())
+    norms, qkv = (layer.input_layernorm, layer.post_attention_layernorm), layer.qkv_proj.weight
+    sizes = [heads * width, key_heads * width, key_heads * width]
+    sums: list[Tensor] = []
+    for _ in range(2):
+        parts = []
+        for rank in range(2):
+
+            def half(weight: Tensor, dim: int = 0, rank: int = rank) -> Tensor:
+                return weight.chunk(2, dim)[rank].contiguous()
+
+            known = iter(sums)
+
+            def add_parts(part: Tensor, known: Iterator[Tensor] = known) -> Tensor:
+                if (total := next(known, None)) is None:
+                    raise Waits(part)
+                return total
+
+            with pytest.raises(Waits) as waits:
+                decode_layer(
+                    x, half(cache, 2), position, rotary, norms[0].weight, torch.cat([*map(half, qkv.split(sizes))]),
+                    None, None, None, half(layer.o_proj.weight, 1), norms[1].weight,
+                    torch.cat([*map(half, layer.gate_up_proj.weight.chunk(2))]), half(layer.down_proj.weight, 1),
+                    norms[0].eps, heads // 2, None, add_parts, rank == 0,
+                )  # fmt: skip
+            parts.append(waits.value.args[0])
+        sums.append(parts[0] + parts[1])
+    close(sums[1], whole.double(), whole.dtype)
+
+
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("vocabulary", [5, 1024, 3000])
 def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dtype) -> None:
@@ -255,6 +290,3 @@ def test_the_most_likely_token_and_what_follows(vocabulary: int, dtype: torch.dt
     assert not state.output[[0, 1, 3, 4]].any()
     assert state.positions.flatten().tolist() == [8, 9, 10, 1] and state.step.tolist() == [3]
     assert state.finished.tolist() == [expected[0] == 3, False, True, True]
-
-
-# --- norms of the residual stream ---

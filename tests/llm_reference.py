@@ -1,7 +1,5 @@
 """Tiny transformers models to compare with, one for each kind that the zoo takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

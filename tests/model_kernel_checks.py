@@ -1,7 +1,5 @@
 """Models with their kernels against themselves without: outputs and gradients, and outputs where nothing learns."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

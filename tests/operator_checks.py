@@ -1,7 +1,5 @@
 """Operators over rows against float64, which no kernel takes: outputs, gradients, views, no rows and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +11,7 @@ from torch import Tensor
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, close, kernels_run  # noqa: F401
 from zoo.ops.conv import conv_add
 from zoo.ops.glu import bias_gelu, gated_gelu, swiglu
-from zoo.ops.norms import (
-    WIDEST_NORM,
-    add_layer_norm,
-    add_norm,
-    add_rms_norm,
-    layer_norm,
-    reference_rms_norm,
-    rms_norm,
-)
+from zoo.ops.norms import WIDEST_NORM, add_layer_norm, add_norm, add_rms_norm, layer_norm, reference_rms_norm, rms_norm
 from zoo.ops.products import column_sums, weight_gradient
 from zoo.ops.triton import glu, norms, tiles
 
@@ -91,8 +81,8 @@ def tensors(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
-def check(call: Call, alone: bool = True) -> None:
-    """Outputs and gradients against those of float64, the same each time; and of each as if it learnt alone."""
+def check(call: Call, alone: bool = True, times: float = 2.0) -> None:
+    """Outputs and gradients against those of float64, on a GPU the same each time; each as if it learnt alone, too."""
     function, given = call
     exact = [each.detach().double().requires_grad_() for each in given]
     outputs, wanted = tensors(function(*given)), tensors(function(*exact))
@@ -100,12 +90,12 @@ def check(call: Call, alone: bool = True) -> None:
     expected = torch.autograd.grad(wanted, exact, [grad.to(each) for grad, each in zip(grads, wanted, strict=True)])
     found = torch.autograd.grad(outputs, given, grads, retain_graph=True)
     for one, other, like in zip((*outputs, *found), (*wanted, *expected), (*outputs, *given), strict=True):
-        close(one, other.double(), like.dtype, times=2.0)
-    again = torch.autograd.grad(outputs, given, grads)
-    assert all(map(torch.equal, found, again))
+        close(one, other.double(), like.dtype, times=times)
+    if DEVICE == "cuda":  # the interpreter runs one program after the other
+        assert all(map(torch.equal, found, torch.autograd.grad(outputs, given, grads)))
     with torch.no_grad():
         for one, other in zip(tensors(function(*given)), wanted, strict=True):
-            close(one, other.double(), one.dtype, times=2.0)
+            close(one, other.double(), one.dtype, times=times)
     for index, like in enumerate(given if alone else ()):
         frozen = [each.detach().requires_grad_(each is like) for each in given]
         (one,) = torch.autograd.grad(tensors(function(*frozen)), frozen[index], grads)
@@ -150,15 +140,6 @@ def test_no_rows(name: str) -> None:
     found = torch.autograd.grad(outputs, given, [torch.ones_like(each) for each in outputs])
     for one, like in zip(found, given, strict=True):
         assert one.shape == like.shape and not one.any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_derivative_is_refused(name: str) -> None:
-    function, given = calls(3, 8, torch.float32, torch.float32)[name]
-    loss = sum(each.square().sum() for each in tensors(function(*given)))
-    grads = torch.autograd.grad(loss, given, create_graph=True)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        sum(each.square().sum() for each in grads).backward()  # type: ignore[union-attr]
 
 
 def test_an_unused_output_has_no_gradient() -> None:

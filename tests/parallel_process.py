@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils import _pytree as pytree
 
 import zoo
+import zoo.ops.common
 from zoo.engine.call import RegionCall
 from zoo.gnn import NeighborSampler
 from zoo.llm import LLMLayer
@@ -231,7 +232,7 @@ def not_finite(sizes: dict[str, int]) -> None:
 
 def decoding(sizes: dict[str, int]) -> None:
     """Tokens of a cache with the heads of this process."""
-    one = build("llm-debug", qk_norm=True, qkv_bias=True).eval()
+    one = build("llm-debug", qk_norm=True, qkv_bias=True, head_dim=32).eval()
     ids = batches(one, 0)[0]["input_ids"]
     for learns in (True, False):
         split = parallelize(copy.deepcopy(one).requires_grad_(learns), mesh_of(sizes), backend="eager")
@@ -241,6 +242,9 @@ def decoding(sizes: dict[str, int]) -> None:
         assert any(hasattr(each, "placements") for each in split.parameters()) == learns
         with mock.patch.object(RegionCall, "_by_dynamo", side_effect=AssertionError("not a direct call")):
             split.generate(ids, max_new_tokens=3)
+        with mock.patch.object(zoo.ops.common, "triton_runs_on", return_value=True), torch.no_grad():
+            token, cache = torch.zeros(1, split.config.hidden_size), split.make_cache(1, 8).layers[0]
+            assert split.layers[0]._decodes(token, cache) != learns, "only plain weights are for kernels"
         torch.testing.assert_close(whole(split), dict(one.state_dict()))
         assert len(groups_of(split)) == 1
     split.load_state_dict({name: torch.zeros_like(value) for name, value in split.state_dict().items()})

@@ -1,6 +1,4 @@
-"""The kernels of the glue against float64."""
-
-from __future__ import annotations
+"""The kernels of the glue and of the stem's end against float64."""
 
 import copy
 import functools
@@ -16,7 +14,7 @@ import zoo
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # noqa: F401
 from zoo.ops import batch_norm, conv
-from zoo.ops.batch_norm import Norm, bias_act, norm_act
+from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
 from zoo.ops.triton import batch_norm as kernels
 from zoo.ops.triton import tiles
 
@@ -44,14 +42,12 @@ def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
 
 
 def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, variance, weight and bias [C]."""
-    variance = (torch.rand(channels) + 0.5).to(DEVICE, dtype)
-    return (
-        values(channels, dtype=dtype),
-        variance,
-        values(channels, dtype=dtype, mean=1.0, scale=0.3),
-        values(channels, dtype=dtype),
-    )
+    """Mean, variance, weight of either sign and none, and bias [C]."""
+    weight = torch.randn(channels)
+    weight[3::7] = 0.0
+    given = torch.randn(channels), torch.rand(channels) + 0.5, weight, torch.randn(channels)
+    mean, variance, weight, bias = (tensor.to(DEVICE, dtype) for tensor in given)
+    return mean, variance, weight, bias
 
 
 def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
@@ -273,6 +269,138 @@ def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], d
         assert torch.equal(found.double(), expected)
 
 
+# --- the end of a stem ---
+
+
+# Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
+SHAPES = [
+    (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),
+]  # fmt: skip
+IN_DTYPES = [(shape, dtype) for shape in SHAPES for dtype in RELATIVE]
+
+
+def programs_of(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
+    """Let small sizes take this many lines a program, as large ones do."""
+    monkeypatch.setattr(tiles, "ENOUGH", 1)
+    monkeypatch.setattr(tiles, "MOST_TILES", lines)
+
+
+@pytest.fixture
+def _several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs_of(monkeypatch, 3)
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """In channels_last, with equal values among them."""
+    x = torch.randn(*shape).to(DEVICE, dtype)
+    return torch.where(x.abs() < 0.2, 0.0, x).contiguous(memory_format=torch.channels_last)
+
+
+def pooled(x: Tensor) -> Tensor:
+    return F.max_pool2d(x, 3, 2, 1)
+
+
+close_images = functools.partial(kernel_checks.close, layout=torch.channels_last)
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+@pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
+def test_norm_and_bias_before_a_pool(monkeypatch, shape, dtype, lines):
+    programs_of(monkeypatch, lines)
+    x = images(*shape, dtype=dtype)
+    # Weights of the same dtype, and of float32 as under autocast.
+    for kind in {dtype, torch.float32}:
+        given = norm(shape[1], kind)
+        close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), dtype)
+    bias = given[3].to(dtype)
+    expected = pooled(F.relu(x.double() + bias.double()[:, None, None]))
+    close_images(bias_act_pool(x, bias), expected, dtype)
+
+
+@pytest.mark.usefixtures("_several_lines")
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
+    x, given = images(2, 5, 9, 21, dtype=dtype), norm(5, dtype)
+    # On a border of two lines and four columns of windows, in one alone, and beside what is infinite.
+    x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
+    x[1, 1, 5, 10], x[1, 1, 3, 10] = torch.inf, -torch.inf
+    for found, expected in (
+        (norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu())),
+        (bias_act_pool(x, given[3]), pooled(x.double() + given[3].double()[:, None, None])),
+    ):
+        assert expected.isnan().sum() == 4 + 1 + 1 + 1
+        assert torch.equal(found.isnan(), expected.isnan())
+
+
+@pytest.mark.usefixtures("_several_lines")
+def test_images_that_are_not_in_channels_last() -> None:
+    given = norm(6)
+    parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
+    for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
+        close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), torch.float32)
+
+
+def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The output and the gradient of x, ours and torch's."""
+    found = []
+    for pool in (max_pool, pooled):
+        given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        out = pool(given)
+        # Numbers whose sums are exact in any dtype.
+        weights = torch.arange(out.numel(), device=x.device).remainder(7).view(out.shape).to(x.dtype)
+        (grad,) = torch.autograd.grad(out, given, weights)
+        found.append((out.detach(), grad))
+    return found
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+@pytest.mark.parametrize(("shape", "dtype"), IN_DTYPES, ids=str)
+def test_pooling_chooses_and_gives_back_as_torch_does(monkeypatch, shape, dtype, lines):
+    programs_of(monkeypatch, lines)
+    # After a relu most windows have equals, and the first of them is chosen.
+    x = images(*shape, dtype=dtype).relu()
+    (out, grad), (expected, expected_grad) = both_pools(x)
+    assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert out.is_contiguous(memory_format=torch.channels_last) and out.dtype == grad.dtype == dtype
+    assert int(kernels.max_pool(x)[1].max()) < 9
+
+
+@pytest.mark.usefixtures("_several_lines")
+def test_pooling_of_nan_and_infinity() -> None:
+    x = images(2, 16, 9, 8)
+    x[0, :, 3, 4], x[1, :, 1, 1], x[1, :, 5] = float("nan"), float("inf"), float("-inf")
+    # Whole windows without a greatest, in corners, at edges and inside: the first pixel that there is.
+    nothing = torch.full_like(x, float("-inf"))
+    corner = images(1, 16, 9, 8)
+    corner[:, :, :2, :2] = corner[:, :, 3:6, 3:6] = corner[:, :, 7:, 5:] = float("-inf")
+    for given in (x, nothing, corner):
+        out, grad = both_pools(given)[0]
+        # As torch does on a CPU. On a GPU it gives the gradient of a window of nothing but minus infinity to nobody.
+        expected, expected_grad = both_pools(given.cpu())[1]
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(grad.cpu(), expected_grad)
+
+
+@pytest.mark.usefixtures("_several_lines")
+def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for name in ("max_pool", "max_pool_backward"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
+        )
+    x = images(2, 8, 7, 6)
+    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
+        (out, grad), (expected, expected_grad) = both_pools(given)
+        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert ran == ["max_pool", "max_pool_backward"] * 3
+    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
+    with pytest.raises(ValueError, match="expected images"):
+        kernels.max_pool(x[0])
+
+
+# --- on a GPU ---
+
 if DEVICE == "cuda":
 
     def test_all_stages_are_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,6 +414,9 @@ if DEVICE == "cuda":
             given = *norm(channels, torch.float16)[:2], *norm(channels, torch.bfloat16)[2:]
             kernels.norm_act_backward(x, x, given, None, kernels.NO_NORM, x, EPS, True, True)
             norm_act(x, as_norm(given), x)
+        for shape in ((4, 64, 112, 112), (1, 64, 16, 16), (2, 128, 7, 9), (1, 64, 1, 1)):
+            given = *norm(shape[1], torch.float16)[:2], *norm(shape[1], torch.bfloat16)[2:]
+            norm_act_pool(images(*shape, dtype=torch.bfloat16), as_norm(given))
         names = [text.partition("[")[0] for text in compiled]
         assert sorted(set(names)) == sorted(names), compiled
         assert {"_apply", "_sums", "_gradients"} <= set(names), compiled
@@ -303,3 +434,8 @@ if DEVICE == "cuda":
             assert torch.equal(grad_x[-99:], wanted)
             mean, variance = statistics(x)
             assert mean.abs().max() < 1e-2 and (variance - 1).abs().max() < 1e-2
+            del x
+            image = torch.randn(1, 2**18 + 1, 2**7, 65, device=DEVICE, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+            image = image.expand(2, -1, -1, -1).contiguous(memory_format=torch.channels_last)
+            out = norm_act_pool(image, as_norm(given))
+            assert torch.equal(out[1:, :, -3:], norm_act_pool(image[1:, :, -7:], as_norm(given))[:, :, -3:])

@@ -1,7 +1,5 @@
 """``zoo advise``: which way to run a model for so many calls."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -106,9 +104,7 @@ def look(name: str, tmp_path: Path) -> dict[str, Any]:
         ("silent", "the model returns an int without a tensor in it"),
     ],
 )
-def test_what_cannot_be_measured_is_named_with_the_reason(
-    models: str, function: str, message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_measured_is_named_with_the_reason(models, function, message, tmp_path):
     with pytest.raises(Refused) as refused:
         look(f"{models}:{function}", tmp_path)
     assert message in str(refused.value) and "\n" not in str(refused.value)
@@ -135,9 +131,7 @@ def test_a_name_that_leads_nowhere(name: str, message: str) -> None:
         (("--calls", "5", "--device", "cuda"), "--device cuda: torch finds no usable GPU here; use --device cpu"),
     ],
 )
-def test_wrong_usage_is_one_line(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_one_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["advise", "mine.py:make", *arguments]) == 2
     captured = capsys.readouterr()

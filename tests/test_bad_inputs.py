@@ -1,7 +1,5 @@
 """Inputs that a model cannot take are named, with their value and the remedy, before anything runs; all families."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -154,9 +152,7 @@ def inputs_of(name: str, model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "changes", "error", "words"), CASES, ids=[f"{name}: {words}" for name, *_, words in CASES]
 )
-def test_bad_inputs_are_named_before_anything_runs(
-    name: str, changes: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_inputs_are_named_before_anything_runs(name, changes, error, words):
     model: Any = zoo.create(name)
     for module in model.modules():
         # UNets project their timesteps before they look at the text.

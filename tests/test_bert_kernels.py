@@ -1,7 +1,5 @@
 """A layer where own kernels run: kernels by the file of checks, here what layers, compilers and callers need."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections import Counter
@@ -15,7 +13,8 @@ from torch import Tensor, nn
 
 import zoo
 import zoo.ops.common
-from tests.fake_gpu import Gpu, traced
+from tests.blocks import Doubled
+from tests.fake_gpu import traced
 from zoo.bert import BertLayer, pack
 from zoo.ops import glu, norms, products
 from zoo.training import checkpoint_regions
@@ -44,18 +43,13 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shifted", [False, True])
-def test_operators_match_torch_without_kernels(shifted: bool, dtype: torch.dtype) -> None:
-    x, added = torch.randn(2, 3, 8, dtype=dtype).requires_grad_(), torch.randn(2, 3, 8, dtype=dtype)
-    weight, bias, shift = torch.randn(3, 8, dtype=dtype).unbind()
+def test_a_norm_matches_torchs_without_kernels(shifted: bool) -> None:
+    x, added = torch.randn(2, 2, 3, 8, dtype=torch.float64).unbind()
+    weight, bias, shift = torch.randn(3, 8, dtype=torch.float64).unbind()
     out, low = norms.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
-    total = x + added + (shift if shifted else 0.0)
-    torch.testing.assert_close(out, F.layer_norm(total, (8,), weight, bias, 1e-6))
-    assert torch.equal(low, out.bfloat16())
-    activated = glu.bias_gelu(x, bias, True)
-    torch.testing.assert_close(activated, F.gelu(x + bias, approximate="tanh"))
-    assert out.dtype == activated.dtype == dtype and torch.autograd.grad(out.sum() + activated.sum(), x)
+    torch.testing.assert_close(out, F.layer_norm(x + added + shift * shifted, (8,), weight, bias, 1e-6))
+    assert out.dtype == torch.float64 and torch.equal(low, out.bfloat16())
 
 
 # --- in a layer ---
@@ -118,9 +112,7 @@ def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_a_layer_that_trains_runs_the_kernels(
-    autocast: bool, packed: bool, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_trains_runs_the_kernels(autocast, packed, counted, monkeypatch):
     model = zoo.create("bert-debug", head="none", **STILL).train()
     layers = len(model.layers)
     inputs: Any = zoo.example_inputs(model)
@@ -142,9 +134,7 @@ def test_a_layer_that_trains_runs_the_kernels(
 
 
 @needs_triton
-def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(gpu, monkeypatch):
     layer = zoo.create("bert-debug", **STILL).train().layers[0]
     with torch.autocast("cpu", torch.bfloat16):
         forward, backward = traced(monkeypatch, layer.__call__, torch.randn(2, 5, 32, requires_grad=True))
@@ -217,16 +207,9 @@ def test_kernels_take_what_they_know(counted: Counter[str]) -> None:
     assert counted == {NORM: 2, ACTIVATION: 1}
 
 
-class _Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
 @pytest.mark.parametrize("change", ["subclass", "hook on gradients", "forward"])
 @pytest.mark.parametrize("name", ["qkv", "attention_output", "intermediate", "output", "attention_norm", "output_norm"])
-def test_a_modified_submodule_is_called(
-    name: str, change: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_modified_submodule_is_called(name, change, counted, monkeypatch):
     model = zoo.create("bert-debug", head="none", num_hidden_layers=1, **STILL).train()
     layer, heard, autocast = model.layers[0], Counter[str](), change == "subclass"
     module = getattr(layer, name)
@@ -237,7 +220,7 @@ def test_a_modified_submodule_is_called(
         monkeypatch.setattr(module, "forward", lambda x: (heard.update([name]), 2 * before(x))[1], raising=False)
     else:
         if isinstance(module, nn.Linear):
-            scaled = _Scaled(module.in_features, module.out_features)
+            scaled = Doubled(module.in_features, module.out_features)
             scaled.load_state_dict(module.state_dict())
             setattr(layer, name, scaled)
         getattr(layer, name).register_forward_pre_hook(lambda *_: heard.update([name]))

@@ -1,7 +1,5 @@
 """The call of a compiled region: by its kept code where that is right, by Dynamo where anything changed."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -127,14 +125,12 @@ def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) 
 @pytest.mark.parametrize(
     "mode",
     [
-        lambda: torch.enable_grad(),
-        lambda: torch.inference_mode(),
-        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.enable_grad(), lambda: torch.inference_mode(), lambda: torch.autocast("cpu", torch.bfloat16),
         lambda: torch.compiler.set_stance("force_eager"),
         lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
     ],
     ids=["grad", "inference", "autocast", "stance", "dispatch mode"],
-)
+)  # fmt: skip
 def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) -> None:
     (block,) = blocks(backend="aot_eager")
     x = torch.randn(3, 8)
@@ -156,14 +152,11 @@ def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) 
 @pytest.mark.parametrize(
     "x",
     [
-        torch.randn(5, 8),
-        torch.randn(8, 3).t(),
-        torch.randn(3, 8, requires_grad=True),
-        torch.randn(3, 8, dtype=torch.float64),
-        nn.Parameter(torch.randn(3, 8)),
+        torch.randn(5, 8), torch.randn(8, 3).t(), torch.randn(3, 8, requires_grad=True),
+        torch.randn(3, 8, dtype=torch.float64), nn.Parameter(torch.randn(3, 8)),
     ],
     ids=["shape", "strides", "requires grad", "dtype", "parameter"],
-)
+)  # fmt: skip
 def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Module]) -> None:
     (block,) = blocks()
     block(torch.randn(3, 8))
@@ -289,9 +282,7 @@ class Stream:
 
 
 @pytest.mark.parametrize(("idle", "warned"), [(0.8, True), (0.7, False)])
-def test_a_gpu_that_waits_for_the_host_is_warned_of_once(
-    idle: float, warned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_waits_for_the_host_is_warned_of_once(idle, warned, monkeypatch):
     model = blocks(8, 8)
     watch = IdleWatch(model, list(model))
     looks = [place < idle * watch.SAMPLES for place in range(watch.SAMPLES)]

@@ -1,7 +1,5 @@
 """Configs that make no sense are refused, with the wrong value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What every family promises, asked of everything in the registry. A new family is picked up unedited."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -69,13 +67,10 @@ def test_hot_modules_are_importable_from_the_family(name: str) -> None:
 @pytest.mark.parametrize(
     ("training", "mode"),
     [
-        (False, "inference_mode"),
-        (True, "grad"),
-        pytest.param(False, "autocast", marks=pytest.mark.slow),
-        pytest.param(True, "no_grad", marks=pytest.mark.slow),
-        pytest.param(True, "autocast", marks=pytest.mark.slow),
+        (False, "inference_mode"), (True, "grad"), pytest.param(False, "autocast", marks=pytest.mark.slow),
+        pytest.param(True, "no_grad", marks=pytest.mark.slow), pytest.param(True, "autocast", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", COMPILED)
 def test_regions_hold_their_budget_in_every_mode(name: str, training: bool, mode: str) -> None:
     model = zoo.compile_regions(zoo.create(name), backend="eager").train(training)
@@ -222,13 +217,11 @@ def test_example_inputs_are_seeded_and_refuse_unknown_sizes(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
     [
-        ("bert-debug", {"tokens": 65}, "at most 64 tokens"),
-        ("llm-debug", {"tokens": 513}, "tokens 513"),
-        ("resnet-debug", {"batch": 0}, "batch is 0"),
-        ("unet-debug", {"size": 10}, "size divisible by 4"),
+        ("bert-debug", {"tokens": 65}, "at most 64 tokens"), ("llm-debug", {"tokens": 513}, "tokens 513"),
+        ("resnet-debug", {"batch": 0}, "batch is 0"), ("unet-debug", {"size": 10}, "size divisible by 4"),
         ("gcn-debug", {"num_nodes": 0}, "num_nodes is 0"),
     ],
-)
+)  # fmt: skip
 def test_example_inputs_refuse_sizes_that_the_model_does_not_take(name: str, sizes: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zoo.example_inputs(zoo.create(name), **sizes)

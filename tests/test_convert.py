@@ -1,7 +1,5 @@
 """Conversion, asked of every family: upstream's numbers and gradients, its folders both ways, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -288,3 +286,50 @@ REFUSED: list[tuple[Make, str]] = [
 def test_options_that_are_not_supported_are_named(make: Make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zoo.from_upstream(make())
+
+
+# --- what only graph models meet ---
+
+
+def test_a_weighted_degree_of_zero_gives_no_gradient_where_torch_geometric_gives_nan() -> None:
+    theirs = graph_model(pyg.GCN, {"num_layers": 1})
+    x, edge_index = torch.randn(2, 6), torch.tensor([[0, 1], [1, 1]])
+    outputs, gradients = [], []
+    for model in (zoo.from_upstream(theirs), theirs):
+        weight = torch.tensor([1.0, -1.0], requires_grad=True)
+        outputs.append(model(x, edge_index, weight))
+        outputs[-1].sum().backward()
+        gradients.append(weight.grad)
+    torch.testing.assert_close(*outputs)
+    assert torch.equal(gradients[0], torch.zeros(2)) and gradients[1].isnan().all()
+
+
+def test_lazy_width_is_read_from_the_weights() -> None:
+    theirs = graph_model(pyg.GraphSAGE, {"in_channels": -1})
+    with pytest.raises(ValueError, match=r"in_channels=-1.*call the model once"):
+        zoo.from_upstream(theirs)
+    x, edge_index = graph_inputs(weighted=False).values()
+    theirs(x, edge_index)
+    assert zoo.from_upstream(theirs).config.in_channels == 6
+
+
+def test_a_model_changed_by_hand_is_refused() -> None:
+    theirs = graph_model(pyg.GCN, {"num_layers": 3})
+    theirs.convs[1].improved = True
+    with pytest.raises(ValueError, match=r"improved=True.*another convolution has False"):
+        zoo.from_upstream(theirs)
+    theirs = graph_model(pyg.GAT, {})
+    theirs.convs[0].dropout = 0.5
+    with pytest.raises(ValueError, match=r"dropout=0\.5"):
+        zoo.from_upstream(theirs)
+
+
+@pytest.mark.parametrize(("cls", "options"), [(pyg.GCN, {}), (pyg.GAT, {"heads": 2}), (pyg.GraphSAGE, {})], ids=str)
+def test_dropout_has_upstreams_effect(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    theirs = graph_model(cls, {"dropout": 0.4, **options})
+    ours = zoo.from_upstream(theirs.train())
+    x, edge_index = graph_inputs(weighted=False).values()
+    draws = [torch.stack([model(x, edge_index).detach() for _ in range(600)]) for model in (ours, theirs)]
+    for ours, theirs in ((each.mean(0) for each in draws), (each.std(0) for each in draws)):
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()

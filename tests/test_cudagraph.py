@@ -1,13 +1,10 @@
 """The outer CUDA graph. Everything but capture itself is shown on the CPU too, by the same copying and overwriting."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from blocks import Dropping, Stack
@@ -179,7 +176,7 @@ def test_arguments_of_another_form_are_refused(options: dict[str, Any], said: st
     with pytest.raises(TypeError, match=re.escape(said)):
         zoo.cuda_graph(torch.relu, **{"args": (torch.ones(2),), **options})
     with pytest.raises(TypeError, match="fn is a int"):
-        zoo.cuda_graph(3)  # type: ignore[arg-type]
+        zoo.cuda_graph(3)
 
 
 def _moved(model: nn.Module) -> None:
@@ -222,14 +219,6 @@ def test_weights_that_moved_are_an_error(device: str, change: Any, reach: Any) -
         change(model)
         with pytest.raises(RuntimeError, match=r"(stem|blocks\.1\.linear)\.weight was moved or replaced"):
             step(x)
-
-
-def test_weights_loaded_in_place_are_used(device: str) -> None:
-    model, other, x = Stack().to(device), Stack().to(device), torch.randn(2, 4, device=device)
-    with torch.no_grad():
-        step = zoo.cuda_graph(model, (x,))
-        model.load_state_dict(other.state_dict())
-        torch.testing.assert_close(step(x), other(x))
 
 
 def test_a_step_is_not_reentrant() -> None:
@@ -356,12 +345,3 @@ def test_captures_leave_no_workspaces_behind() -> None:
         for rows in (8, 16, 32, 64):
             x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
             torch.testing.assert_close(step(x), linear(x))
-
-
-@pytest.mark.parametrize("other", [2.0, "1", numpy.ones(2)])
-def test_each_type_of_a_constant_has_its_bucket(device: str, other: Any) -> None:
-    x = torch.ones(2, device=device)
-    step = zoo.cuda_graph(lambda x, way: -x if way is True else x * way, (x, 1), buckets=[((x, True), {})])
-    assert [step(x, way).tolist() for way in (1, True)] == [[1.0, 1.0], [-1.0, -1.0]]
-    with pytest.raises(ValueError, match="no bucket for float32"):
-        step(x, other)

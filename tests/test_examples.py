@@ -1,7 +1,5 @@
 """The examples on tiny models: chat answers as generate does, and images are those of diffusers' own UNet."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -60,9 +58,7 @@ def answer(folder: Path, prompt: list[int], **settings: Any) -> list[int]:
         ("text_to_image", "diffusers", "diffusers", ["a prompt", "--model", "folder"]),
     ],
 )
-def test_help_needs_no_library_and_a_run_names_the_extra(
-    example: str, library: str, extra: str, arguments: list[str]
-) -> None:
+def test_help_needs_no_library_and_a_run_names_the_extra(example, library, extra, arguments):
     run = (
         f"import runpy, sys; sys.modules[{library!r}] = None; runpy.run_module('examples.{example}', {{}}, '__main__')"
     )
@@ -100,9 +96,7 @@ def test_the_generation_config_says_what_ends_an_answer(folder: Path, capsys: py
     assert capsys.readouterr().out == words(free[: free.index(free[4]) + 1])
 
 
-def test_a_conversation_goes_through_the_chat_template(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypatch):
     template = "{% for message in messages %}{{ 'w1 ' + message.content + ' w2 ' }}{% endfor %}w3"
     (folder / "chat_template.jinja").write_text(template)
     models: list[LLM] = []
@@ -170,9 +164,7 @@ def run(example: Any, folder: Path, out: Path, *options: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["sd", "xl"])
-def test_the_images_are_diffusers(
-    kind: str, example: Any, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_images_are_diffusers(kind, example, folders, tmp_path, capsys):
     options = ("--no-compile", "--negative", "fog", "--batch", "2", "--scheduler", "DDIMScheduler", "--guidance", "5")
     found = run(example, folders[kind], tmp_path / "cat.png", *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cat-0.png", "cat-1.png"]
@@ -190,9 +182,7 @@ def test_the_images_are_diffusers(
 
 
 @pytest.mark.slow
-def test_the_model_is_compiled_and_captured(
-    example: Any, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_compiled_and_captured(example, folders, tmp_path, monkeypatch):
     models: list[torch.nn.Module] = []
 
     def compiled(model: torch.nn.Module) -> torch.nn.Module:

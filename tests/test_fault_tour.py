@@ -4,14 +4,11 @@ The disks, kills and missing compilers here are real where that needs no GPU. Te
 stops: a folder that cannot be written is one below a regular file.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -46,14 +43,6 @@ pytestmark = pytest.mark.usefixtures("no_worker_stays")
 def settings(tmp_path: Path) -> Settings:
     (scratch := tmp_path / "scratch").mkdir()
     return settings_in(scratch, quick=True)
-
-
-def mounting_is_permitted() -> bool:
-    """Whether a process may mount in a namespace of its own: containers differ."""
-    if shutil.which("unshare") is None:
-        return False
-    tried = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
-    return subprocess.run(tried, capture_output=True).returncode == 0
 
 
 # Kills
@@ -152,9 +141,7 @@ def attempt(
     return code, console.file.getvalue().replace("\n", ""), plan.stores()[0].results()
 
 
-def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_told_to_end_keeps_what_is_done_and_says_how_to_go_on(tmp_path, settings, monkeypatch):
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)  # the signal comes before
@@ -173,9 +160,7 @@ def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("regional-zoo-run-killed", "regional-zoo-run-new", "somebody-elses"):
         (tmp_path / name / "caches").mkdir(parents=True)
@@ -213,30 +198,21 @@ shutil.copyfile(disk / "rows.jsonl", copy)
 """
 
 
-def _fill_a_disk(tmp_path: Path, kilobytes: int) -> tuple[str, Path]:
-    """Write 20 rows to a disk that does not hold them; what was said, and a copy of the file as it was left."""
+def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
     copy, script = tmp_path / "copy.jsonl", tmp_path / "fill.py"
     script.write_text(FILL)
     (disk := tmp_path / "disk").mkdir()
-    program = [sys.executable, str(script), str(disk), str(copy)]
-    limit: Callable[[], None] | None = None
-    if mounting_is_permitted():
-        mount = f'mount -t tmpfs -o size={kilobytes}k none "$1" && shift && exec "$@"'
-        program = ["unshare", "--mount", "sh", "-c", mount, "sh", str(disk), *program]
-    else:  # the kernel's own limit on a file's size refuses writes as a full disk does, in the middle of a row
 
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))
+    def limit() -> None:  # the kernel's own, which refuses writes as a full disk does, in the middle of a row
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40 * 1024, 40 * 1024))
 
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, preexec_fn=limit, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script), str(disk), str(copy)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, preexec_fn=limit, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout, copy
-
-
-def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
-    said, copy = _fill_a_disk(tmp_path, 40)
-    assert 0 < len(Store(copy).results()) < 20 and said
+    assert 0 < len(Store(copy).results()) < 20 and done.stdout
     assert copy.read_bytes().endswith(b"\n"), "the row that did not fit is gone to its last byte"
 
 
@@ -256,9 +232,7 @@ class Disk:
         monkeypatch.setattr(Store, "append", append)
 
 
-def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(tmp_path, settings, monkeypatch):
     disk = Disk(monkeypatch, rows=2)  # the environment and one row
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     out = tmp_path / "run"
@@ -310,9 +284,7 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
         ("busy", "device-busy", "another process holds the GPU: wait for it, or name another in CUDA_VISIBLE_DEVICES"),
     ],
 )
-def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
-    settings: Settings, model: str, status: str, remedy: str
-) -> None:
+def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(settings, model, status, remedy):
     (result,) = rows_of(settings, replace(EAGER, model=model)).values()
     assert result.status == status and (result.status in run.BROKEN) == (model == "full")
     assert re.search(remedy, result.reason or "")
@@ -329,9 +301,7 @@ def begin(out: Path, settings: Settings) -> None:
 
 
 @pytest.mark.slow
-def test_no_cpp_compiler_is_said_before_anything_is_measured(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_cpp_compiler_is_said_before_anything_is_measured(tmp_path, settings, monkeypatch):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
@@ -340,9 +310,7 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(
 
 
 @pytest.mark.slow
-def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(settings, monkeypatch):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     arm = ArmRun(case=CASE, folder=settings.scratch / "arm")
     for _, worker in processes([Job(arm, COLD)], settings):
@@ -438,9 +406,7 @@ def test_a_long_message_does_not_push_the_remedy_out() -> None:
     assert len(reason) < 600 and reason.endswith("the compiler's caches go there")
 
 
-def test_a_busy_gpu_is_one_line_before_anything_is_measured(
-    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, monkeypatch):
     def refuse(worker: Worker, operation: str, **_: Any) -> Any:
         reply = failure_of(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"))
         raise WorkerFailure(reply["status"], reply["reason"])

@@ -1,7 +1,5 @@
 """Random models of every family, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import partial
@@ -289,9 +287,7 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
 
 @fuzz
 @given(data=st.data(), made=gnn_models(), dtype=dtypes, nodes=st.integers(1, 12), seed=seeds, training=st.booleans())
-def test_graph_models(
-    data: st.DataObject, made: Any, dtype: torch.dtype, nodes: int, seed: int, training: bool
-) -> None:
+def test_graph_models(data, made, dtype, nodes, seed, training):
     name, options = made
     edge_index = data.draw(edges(nodes, nodes))
     # Multiples of a quarter: a degree is zero in each dtype or in none.
@@ -333,9 +329,7 @@ def test_graph_models(
     data=st.data(), kind=one_of("sage", "gat"), sources=st.integers(1, 9), destinations=st.integers(1, 9),
     dtype=one_of(torch.float64, torch.float32), seed=seeds,
 )  # fmt: skip
-def test_bipartite_convolutions(
-    data: st.DataObject, kind: str, sources: int, destinations: int, dtype: torch.dtype, seed: int
-) -> None:
+def test_bipartite_convolutions(data, kind, sources, destinations, dtype, seed):
     edge_index = data.draw(edges(sources, destinations))
     widths, out = (data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))), data.draw(st.integers(1, 5))
     if kind == "sage":
@@ -370,9 +364,7 @@ def test_bipartite_convolutions(
     data=st.data(), nodes=st.integers(1, 30), batch_size=st.integers(1, 9), layers=st.integers(1, 3), seed=seeds,
     dtype=one_of(torch.float64, torch.float32),
 )  # fmt: skip
-def test_sampled_training(
-    data: st.DataObject, nodes: int, batch_size: int, layers: int, seed: int, dtype: torch.dtype
-) -> None:
+def test_sampled_training(data, nodes, batch_size, layers, seed, dtype):
     edge_index = data.draw(edges(nodes, nodes))
     fanouts = data.draw(st.lists(one_of(-1, 1, 2, 5), min_size=layers, max_size=layers))
     options = {name: data.draw(st.booleans()) for name in ("normalize", "root_weight", "project", "bias")}
@@ -434,10 +426,7 @@ def resnet_models(draw: Any) -> dict[str, Any]:
     options=resnet_models(), dtype=dtypes, rows=st.integers(1, 3), sides=st.tuples(*[st.integers(1, 40)] * 2),
     channels=one_of(3, 3, 1), last=st.booleans(), training=st.booleans(), seed=seeds,
 )  # fmt: skip
-def test_resnets(
-    options: dict[str, Any], dtype: torch.dtype, rows: int, sides: tuple[int, int], channels: int, last: bool,
-    training: bool, seed: int,
-) -> None:  # fmt: skip
+def test_resnets(options, dtype, rows, sides, channels, last, training, seed):
     # Not drawn twice: it is most of the time.
     with torch.device("meta"):
         module = ResNet(**options)
@@ -506,15 +495,7 @@ def unet_models(draw: Any) -> dict[str, Any]:
     options=unet_models(), dtype=dtypes, rows=st.integers(1, 2), sides=st.tuples(*[st.integers(1, 5)] * 2),
     tokens=st.integers(1, 5), timestep=st.integers(0, 999), seed=seeds,
 )  # fmt: skip
-def test_unets(
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    rows: int,
-    sides: tuple[int, int],
-    tokens: int,
-    timestep: int,
-    seed: int,
-) -> None:
+def test_unets(options, dtype, rows, sides, tokens, timestep, seed):
     theirs = randomize(UNet2DConditionModel(**options), seed).eval()
     if convert(theirs, options) is None:
         return
@@ -545,10 +526,7 @@ SPACINGS, PREDICTIONS = ("leading", "trailing", "linspace"), ("epsilon", "v_pred
     captured=st.booleans(), warmup=st.integers(2, 4), rate=one_of(0.0, 1e-3, 1e-1),
     dtype=one_of(torch.float32, torch.float64), seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_updates(
-    kind: str, counts: list[int], rows: list[int], clip_norm: float | None, captured: bool, warmup: int, rate: float,
-    dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+def test_updates(kind, counts, rows, clip_norm, captured, warmup, rate, dtype, seed):
     batches = iter([(x.to(dtype), y) for n, size in enumerate(rows) for x, y in draw(1, size, seed=seed + n)])
     updates = [list(itertools.islice(batches, count)) for count in counts]
     expected_model, model = build().to(dtype), build().to(dtype)

@@ -1,9 +1,8 @@
-"""Graph models: one graph at any depth, no recompile for another graph, and bad input named before anything runs."""
-
-from __future__ import annotations
+"""Graph models: one graph at any depth; CSRGraph, aggregations and how raw edges are remembered; bad input named."""
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +14,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
-from tests.test_bad_inputs import EDGES, GRAPHS, X
+from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_sum
+from tests.test_bad_inputs import EDGES, X
+from tests.test_bad_inputs import GRAPHS as BAD_GRAPHS
+from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
+from zoo.gnn.graph import GraphMemory, Recipe
 from zoo.gnn.model import build
-from zoo.ops.csr import mean_neighbours
+from zoo.ops.csr import max_neighbours, mean_neighbours, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 # The first layer, the last and all between, at any depth; with a jumping-knowledge head no layer is a last one.
@@ -155,7 +158,7 @@ def test_edge_weights(change: dict[str, Any], kind: type[Exception], message: st
 
 
 @pytest.mark.parametrize("conv", [GCNConv(12, 3), GATConv(12, 3), SAGEConv(12, 3)], ids=["gcn", "gat", "sage"])
-@pytest.mark.parametrize(("change", "kind", "message"), GRAPHS, ids=[message for _, _, message in GRAPHS])
+@pytest.mark.parametrize(("change", "kind", "message"), BAD_GRAPHS, ids=[message for *_, message in BAD_GRAPHS])
 def test_convolutions(conv: nn.Module, change: dict[str, Any], kind: type[Exception], message: str) -> None:
     given = {"x": X, "edge_index": EDGES, **change}
     with pytest.raises(kind, match=message):
@@ -215,10 +218,10 @@ def test_misuse(name: str) -> None:
 def test_foreign_objects() -> None:
     conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
     with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
-        conv((X, None), rectangular)  # type: ignore[arg-type]
+        conv((X, None), rectangular)
     assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
     with pytest.raises(TypeError, match="config is a dict"):
-        build({})  # type: ignore[arg-type]
+        build({})
 
 
 def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
@@ -235,3 +238,223 @@ def test_autocast_takes_wider_features_than_weights(aggr: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = conv(X, EDGES)
     torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
+
+
+every_graph = pytest.mark.parametrize("name", GRAPHS)
+
+
+def edges(name: str) -> tuple[Tensor, tuple[int, int]]:
+    rows, sizes = GRAPHS[name]
+    return torch.tensor(rows, dtype=torch.int64).view(2, -1), sizes
+
+
+@every_graph
+def test_rows_are_sorted_and_stable(name: str) -> None:
+    edge_index, sizes = edges(name)
+    weight = torch.arange(edge_index.shape[1], dtype=torch.float32)
+    graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
+    tensors = graph.tensors
+    order = sorted(range(edge_index.shape[1]), key=lambda e: int(edge_index[1, e]))
+    assert tensors.source.tolist() == [int(edge_index[0, e]) for e in order]
+    assert tensors.weight is not None and tensors.weight.tolist() == [float(e) for e in order]
+    assert tensors.rowptr.tolist() == [int((edge_index[1] < d).sum()) for d in range(sizes[1] + 1)]
+    assert (graph.num_sources, graph.num_destinations, graph.num_edges) == (*sizes, edge_index.shape[1])
+    transpose = graph.transpose
+    assert tensors.destination[transpose.permutation].equal(transpose.destination)
+    assert tensors.source[transpose.permutation].equal(torch.sort(edge_index[0]).values)
+    assert transpose.colptr.tolist() == [int((edge_index[0] < s).sum()) for s in range(sizes[0] + 1)]
+
+
+@every_graph
+def test_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
+    edge_index, sizes = edges(name)
+    weight, x = torch.rand(edge_index.shape[1], dtype=torch.float64), torch.randn(sizes[0], 3, dtype=torch.float64)
+    weighted = CSRGraph.from_edge_index(edge_index, weight, sizes).tensors
+    plain = CSRGraph.from_edge_index(edge_index, None, sizes).prepared(Recipe(mean=True), torch.float64).tensors
+    given = x, *edge_index, sizes[1]
+    scale = 1 / edge_sum(torch.ones_like(x), *edge_index, sizes[1]).clamp(min=1)[:, 0] if sizes[0] else None
+    torch.testing.assert_close(sum_neighbours(x, weighted), edge_sum(*given, weight))
+    torch.testing.assert_close(sum_neighbours(x, plain), edge_sum(*given))
+    torch.testing.assert_close(mean_neighbours(x, plain), edge_sum(*given, row_scale=scale))
+    torch.testing.assert_close(max_neighbours(x, plain), edge_max(*given))
+    scores = [torch.randn(size, 2) * 300 for size in sizes]
+    x = torch.randn(sizes[0], 2, 3)
+    expected = edge_attention(x, *scores, 0.2, *edge_index, sizes[1])
+    torch.testing.assert_close(attend(x, *scores, plain, 0.2), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_gradient_of_edge_weights() -> None:
+    edge_index, sizes = edges("square")
+    weight = (torch.rand(edge_index.shape[1], dtype=torch.float64) + 0.5).requires_grad_()
+    x = torch.randn(sizes[0], 3, dtype=torch.float64)
+    conv = GCNConv(3, 4, improved=True).double()
+    assert torch.autograd.gradcheck(lambda w: conv(x, edge_index, w), (weight,))
+    # A graph that holds weights with gradients serves many backward passes.
+    graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
+    for _ in range(2):
+        conv(x, graph).sum().backward()
+    with torch.no_grad():
+        before = conv(x, graph)
+        weight[0] *= 3
+        assert not torch.equal(conv(x, graph), before), "an optimiser step on the weights was not seen"
+
+
+def test_half_precision_sums_keep_their_digits() -> None:
+    # 4096 ones: a running bfloat16 sum stops at 256.
+    edge_index = torch.stack([torch.arange(4096), torch.zeros(4096, dtype=torch.int64)])
+    x = torch.ones(4096, 2, dtype=torch.bfloat16)
+    graph = CSRGraph.from_edge_index(edge_index)
+    out = sum_neighbours(x, graph.tensors)
+    assert out.dtype == torch.bfloat16 and out[0].tolist() == [4096.0, 4096.0]
+    mean = mean_neighbours(x, graph.prepared(Recipe(mean=True)).tensors)
+    assert mean[0].tolist() == [1.0, 1.0]
+    # Nor are weights rounded to the dtype of the features.
+    weighted = CSRGraph.from_edge_index(edge_index[:, :2], torch.tensor([1 + 2**-9, -1.0]), 4096)
+    assert sum_neighbours(x, weighted.tensors)[0].tolist() == [2**-9, 2**-9]
+
+
+def test_inference_mode_leaves_nothing_behind_that_training_cannot_use() -> None:
+    model = zoo.create("gcn-debug")
+    inputs = zoo.example_inputs(model)
+    weight = torch.rand(256)
+    with torch.inference_mode():
+        first = model(**inputs, edge_weight=weight)
+        made_inside = zoo.example_inputs(model)
+        prepared = model.prepare(made_inside["edge_index"], torch.rand(256), num_nodes=64)
+        model(made_inside["x"], made_inside["edge_index"])
+        assert len(model._memory) == 2
+    out = model(**inputs, edge_weight=weight)
+    torch.testing.assert_close(out, first)
+    (out.sum() + model(inputs["x"], prepared).sum()).backward()
+
+
+def test_in_place_changes_are_seen() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    weight = torch.rand(256)
+
+    def fresh() -> Tensor:
+        return copy.deepcopy(model)(x, edge_index.clone(), weight.clone())
+
+    for change in (
+        lambda: edge_index[1].copy_(edge_index[1].flip(0)),
+        lambda: edge_index.t()[0].fill_(3),
+        lambda: weight.mul_(torch.linspace(1, 2, 256)),
+        lambda: setattr(edge_index, "data", edge_index.flip(1)),
+    ):
+        before = model(x, edge_index, weight)
+        change()
+        after = model(x, edge_index, weight)
+        assert not torch.allclose(before, after)
+        torch.testing.assert_close(after, fresh(), rtol=0, atol=0)
+
+
+def test_weights_of_another_thread_are_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, (edge_index, sizes) = GraphMemory(), edges("square")
+    weights = [torch.rand(6), torch.rand(6)]
+
+    def given(weight: Tensor) -> Tensor | None:
+        return memory.prepare(edge_index, weight, [torch.empty(sizes[0], 0)], Recipe()).tensors.weight
+
+    expected = given(weights[0])
+    is_still = graphs._TensorVersion.is_still
+
+    def interrupted(seen: graphs._TensorVersion, tensor: Tensor) -> bool:
+        known = is_still(seen, tensor)
+        if tensor is weights[0]:
+            given(weights[1])  # as another thread might, once this one has found its own
+        return known
+
+    monkeypatch.setattr(graphs._TensorVersion, "is_still", interrupted)
+    found = given(weights[0])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_inference_tensors_are_never_remembered_across_a_change() -> None:
+    model = zoo.create("graphsage-debug")
+    with torch.inference_mode():
+        x, edge_index = zoo.example_inputs(model).values()
+        before = model(x, edge_index)
+        edge_index.copy_(edge_index.flip(0))
+        assert not torch.equal(model(x, edge_index), before)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_edges_alone_are_let_go_of_once_self_loops_were_added(loop: bool) -> None:
+    """Who holds a graph of a hundred million edges holds it once; what was let go of can be had again."""
+    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1 if loop else 2, 1, 0, 0]])
+    graph = CSRGraph.from_edge_index(edge_index, None, 5)
+    edges = weakref.ref(graph._structure.edges.source)
+    looped = graph.gcn_normalized()
+    assert (edges() is None) != loop
+    assert (looped.num_edges, graph.num_edges, graph.device) == (10 if loop else 11, 6, edge_index.device)
+    fresh, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
+    for again in (graph.to("cpu"), copy.deepcopy(graph), graph):
+        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
+            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
+                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
+                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
+
+
+def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    original = CSRGraph.from_edge_index.__func__
+    monkeypatch.setattr(CSRGraph, "from_edge_index", classmethod(lambda *a, **k: built.append(1) or original(*a, **k)))
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    learned = torch.rand(256, requires_grad=True)
+    for weight in (None, torch.rand(256), learned, learned * 2, None):
+        for _ in range(2):
+            model(x, edge_index, weight)
+    assert len(built) == 1, "new weights alone must not sort the graph again"
+    others = [edge_index.clone() for _ in range(20)]
+    for other in others:
+        model(x, other)
+    assert len(model._memory) == 8
+    del others, other
+    gc.collect()
+    assert len(model._memory) == 0
+    model(x, edge_index)
+    assert len(copy.deepcopy(model)._memory) == len(pickle.loads(pickle.dumps(model))._memory) == 0
+
+
+def test_a_neutral_graph_is_prepared_once_for_each_model() -> None:
+    models = [zoo.create(f"{name}-debug") for name in ("gcn", "gat", "graphsage")]
+    x, edge_index = zoo.example_inputs(models[0]).values()
+    neutral = CSRGraph.from_edge_index(edge_index, num_nodes=64)
+    for model in models:
+        prepared = model.prepare(neutral)
+        assert prepared.tensors is model.prepare(neutral).tensors
+        for other in models:
+            # Whoever prepared it, a model derives what it needs from the edges as they were given.
+            torch.testing.assert_close(other(x, prepared), other(x, edge_index), rtol=0, atol=0)
+    assert repr(models[0].prepare(neutral)).startswith("CSRGraph(nodes=64, edges=")
+
+
+def test_graphs_move_and_copy() -> None:
+    model = zoo.create("gcn-debug")
+    x, edge_index = zoo.example_inputs(model).values()
+    graph = model.prepare(edge_index, torch.rand(256), num_nodes=64)
+    expected = model(x, graph)
+    for other in (graph.to("cpu"), copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        torch.testing.assert_close(model(x, other), expected, rtol=0, atol=0)
+    on_meta = graph.to("meta")
+    assert on_meta.device.type == "meta" and on_meta.tensors.weight is not None and on_meta.tensors.weight.is_meta
+    with pytest.raises(ValueError, match="x is on cpu and the graph on meta"):
+        model(x, on_meta)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_forward_never_synchronises_and_agrees_with_the_cpu() -> None:
+    for name in ("gcn-debug", "gat-debug", "graphsage-debug"):
+        model = zoo.create(name)
+        inputs = zoo.example_inputs(model)
+        expected = model(**inputs)
+        model.cuda()
+        x, edge_index = (tensor.cuda() for tensor in inputs.values())
+        graph = model.prepare(edge_index, num_nodes=64)
+        model(x, edge_index)
+        with synchronising_raises():
+            outs = [model(x, graph), model(x, edge_index)]
+        for out in outs:
+            torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)

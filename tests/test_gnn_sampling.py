@@ -1,7 +1,5 @@
 """Neighbour sampling: real edges, no more than asked for, the same for a seed, and in static shapes."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -149,7 +147,7 @@ def test_a_layer_computes_what_the_next_one_reads_and_nothing_changes_for_the_se
     computed: list[int] = []
     for layer in net.layers:
         if layer.epilogue is not None:
-            layer.epilogue.register_forward_hook(lambda module, args, out: computed.append(len(out)))  # type: ignore
+            layer.epilogue.register_forward_hook(lambda module, args, out: computed.append(len(out)))
 
     def results(graphs: Any) -> list[Tensor]:
         output = net(x[batch.nodes], graphs)
@@ -229,18 +227,6 @@ NORMS: list[dict[str, Any]] = [
     {"norm": "layer", "norm_kwargs": {"affine": False}, "jk": "last"},
     {"norm": "layer", "norm_kwargs": {"mode": "node"}},
 ]
-
-
-def test_graphs_of_another_model_or_another_batch_are_refused():
-    sampler = NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    x = torch.randn(len(batch.nodes), 6)
-    with pytest.raises(ValueError, match="there are 2 graphs, but 3 layers; sample as many hops"):
-        model(layers=3)(x, batch.graphs)
-    with pytest.raises(ValueError, match="layer 0 is given|x has"):
-        model()(x, batch.graphs[::-1])
-    with pytest.raises(ValueError, match="layer 1 is given"):
-        model()(x, batch.graphs[:1] * 2)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -327,7 +313,7 @@ def test_threads_that_sample_take_no_cores_from_each_other():
     torch.set_num_threads(3)
     try:
         sampler = NeighborSampler(graph(), fanouts=(4, 3), batch_size=16, num_nodes=NODES, workers=4)
-        seen = list(sampler.epoch(0, lambda _: torch.get_num_threads()))  # type: ignore[arg-type, return-value]
+        seen = list(sampler.epoch(0, lambda _: torch.get_num_threads()))
         assert seen == [1] * len(sampler)
         with ThreadPoolExecutor(1) as other:
             assert [torch.get_num_threads(), other.submit(torch.get_num_threads).result()] == [3, 3]
@@ -339,7 +325,7 @@ def test_a_batch_that_came_through_torchs_loader_moves_as_a_whole():
     sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES, workers=0)
     expected = sampler.batch(0, 0)
     # Which makes lists of tuples.
-    loaded = next(iter(DataLoader([expected], batch_size=None)))  # type: ignore[arg-type]
+    loaded = next(iter(DataLoader([expected], batch_size=None)))
     assert isinstance(loaded.graphs, list)
     moved = loaded.to("meta")
     assert {graph.source.device.type for graph in moved.graphs} == {"meta"}
@@ -383,12 +369,19 @@ def test_what_is_out_of_range_or_of_another_kind_is_refused(options: dict[str, A
 
 
 def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
-    batch = next(NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, num_nodes=NODES).epoch(0))
-    x = torch.randn(NODES + 1, 6)
+    batch = next(NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES).epoch(0))
+    x, own = torch.randn(NODES + 1, 6), torch.randn(len(batch.nodes), 6)
+    for layers, graphs, words in (
+        (3, batch.graphs, "there are 2 graphs, but 3 layers; sample as many hops"),
+        (2, batch.graphs[::-1], "layer 0 is given|x has"),
+        (2, batch.graphs[:1] * 2, "layer 1 is given"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(layers=layers)(own, graphs)
     with pytest.raises(ValueError, match=r"x has 201 rows and the batch .* nodes; pass x\[batch\.nodes\]"):
         model()(x, batch.graphs)
     with pytest.raises(TypeError, match=r"edge_index is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]"):
-        model()(x, batch)  # type: ignore[arg-type]
+        model()(x, batch)
     gcn = zoo.create("gcn-debug", in_channels=6, num_layers=2, normalize=False, add_self_loops=False)
     with pytest.raises(ValueError, match="GCN was given the graphs of a sampled batch, .* only GraphSAGE takes"):
         gcn(x[batch.nodes], batch.graphs)

@@ -2,13 +2,12 @@
 
 Triton runs here on a GPU that is not there: it compiles for one, and launches are counted.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs
-
-from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +16,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
 
+import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from benchmarks.compiler import _forget
 from tests import (
     test_bert_kernels,
     test_gnn_kernels,
     test_llm_kernels,
-    test_resnet_kernels,
-    test_training_kernels,
+    test_resnet_model,
+    test_training_losses,
     test_unet_kernels,
 )
 from tests.fake_gpu import Gpu, kernels, lower
+from zoo.engine import kernel as kernel_module
 from zoo.engine.kernel import Kernel, compile_together, kernel
 
 
@@ -210,8 +213,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "bert": test_bert_kernels.calls(),
         "gnn": test_gnn_kernels.calls(),
         "llm": test_llm_kernels.calls(),
-        "resnet": test_resnet_kernels.calls(),
-        "training": test_training_kernels.calls(),
+        "resnet": test_resnet_model.calls(),
+        "training": test_training_losses.calls(),
         "unet": test_unet_kernels.calls(),
     }
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
@@ -249,6 +252,23 @@ def test_fractions_are_constants_of_kernels_that_models_launch(gpu: Gpu, monkeyp
     assert not seen
 
 
+def test_a_second_derivative_is_refused(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
+    refused = set()
+    for name, (operator, arguments) in calls().items():
+        given = [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
+        out = operator(*arguments)
+        out = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None and each.requires_grad]
+        if not given or not out:
+            continue
+        sums = sum(each.float().square().sum() for each in out)
+        first = torch.autograd.grad(sums, given, create_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+            sum(each.float().square().sum() for each in first if each is not None).backward()
+        refused.add(name.partition(":")[0])
+    assert refused == {"bert", "gnn", "llm", "resnet", "unet"}
+
+
 @pytest.mark.slow
 def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     for call in calls().values():
@@ -257,3 +277,51 @@ def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
     for source, options in gpu.sources.values():
         lower(source, options)
+
+
+# --- from one cache of Triton's to another ---
+
+
+@kernel
+def _copied(x, out):
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+class Utils:
+    def __init__(self) -> None:
+        """Loads a library that Triton compiled."""
+
+
+def compiled() -> tuple[Any, bool]:
+    """The kernel for a GPU that need not be there, and whether it came from Triton's cache."""
+    hits: list[bool] = []
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+        source = ASTSource(_copied, signature={"x": "*fp32", "out": "*fp32"}, constexprs={})
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    return result, hits == [True]
+
+
+def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    first, hit = compiled()
+    assert not hit
+
+    def launcher(source: Any, metadata: Any) -> None:
+        cache = triton.runtime.cache.get_cache_manager("ab" * 32)
+        if cache.get_file("launcher.so") is None:
+            cache.put(b"library", "launcher.so")
+            cache.get_file("launcher.so")
+
+    launcher(None, None)
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=Utils(), launcher_cls=launcher))
+    monkeypatch.setitem(_copied.device_caches, 0, ({"kind": first},))
+    monkeypatch.setattr(kernel_module, "KERNELS", [_copied])
+    files = kernel_module.cached_files()
+    assert sorted(Path(name).suffix for each in files.values() for name in each) == [".cubin", ".json", ".so"]
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
+    kernel_module.cache_files(files)
+    second, hit = compiled()
+    assert hit and second.asm["cubin"] == first.asm["cubin"]
+    assert [path.read_bytes() for path in (tmp_path / "second").rglob("launcher.so")] == [b"library"]

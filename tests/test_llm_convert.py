@@ -1,7 +1,5 @@
 """What only language models meet in conversion: positions, special tokens, memory, damaged and old folders."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import json
@@ -20,32 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import zoo
 from zoo.llm import LLM, LLMConfig, RopeScaling, generate, load, quantize_int8, save
-from zoo.llm.model import inverse_frequencies
-
-TIGHT = 1e-5
 
 
 def convert(module: nn.Module) -> LLM:
     model = zoo.from_upstream(module)
     assert isinstance(model, LLM) and not model.training
     return model
-
-
-@pytest.mark.parametrize("kind", reference.KINDS)
-def test_whole_prompts(kind: str) -> None:
-    theirs = reference.make(kind)
-    model = convert(theirs)
-    ids = reference.tokens(3, 17)
-    with torch.inference_mode():
-        expected = theirs(ids).logits
-        assert reference.relative_error(model(ids), expected) < TIGHT
-        assert reference.relative_error(model(ids, logits_to_keep=2), expected[:, -2:]) < TIGHT
-        which = torch.tensor([3, 0])
-        assert reference.relative_error(model(ids, logits_to_keep=which), expected[:, which]) < TIGHT
-        shifted = torch.arange(40, 57)[None]
-        assert (
-            reference.relative_error(model(ids, position_ids=shifted), theirs(ids, position_ids=shifted).logits) < TIGHT
-        )
 
 
 def test_a_padding_token_of_minus_one_freezes_no_row() -> None:
@@ -67,37 +45,16 @@ def test_tokens_are_kept() -> None:
 
 def test_published_frequencies_of_llama() -> None:
     config = zoo.create("llama-3.2-1b", device="meta").config
-    scaling = config.rope_scaling
-    assert scaling == RopeScaling(
+    assert config.rope_theta == 500000.0 and config.max_position_embeddings == 131072
+    assert config.rope_scaling == RopeScaling(
         kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
-    parameters = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
-    theirs = transformers.LlamaConfig(
-        hidden_size=2048,
-        num_attention_heads=32,
-        max_position_embeddings=131072,
-        rope_parameters={**parameters, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    )
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    torch.testing.assert_close(inverse_frequencies(config), LlamaRotaryEmbedding(theirs).inv_freq)
 
 
 def test_options_without_a_class_of_theirs() -> None:
     config = dict(zoo.create("llm-debug").config.__dict__)
     with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
         zoo.to_upstream(LLM(LLMConfig(**{**config, "qkv_bias": True, "qk_norm": True})))
-
-
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("kind", ["qkv_bias", "qk_norm"])
-def test_windows_with_biases_and_norms_go_back(kind: str, window: int | None) -> None:
-    model = zoo.create("llm-debug", sliding_window=window, tie_word_embeddings=False, **{kind: True})
-    theirs = zoo.to_upstream(model)
-    assert type(theirs).__name__ == {"qkv_bias": "Qwen2ForCausalLM", "qk_norm": "Qwen3ForCausalLM"}[kind]
-    ids = torch.randint(256, (2, 13))
-    with torch.inference_mode():
-        assert reference.relative_error(model(ids), theirs(ids).logits) < TIGHT
 
 
 # --- folders ---
@@ -246,4 +203,4 @@ def test_outputs_are_close_and_budgets_hold(tied: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="compiled already"):
         quantize_int8(model)
     with pytest.raises(TypeError, match="GCN"):
-        quantize_int8(zoo.create("gcn-debug"))  # type: ignore[arg-type]
+        quantize_int8(zoo.create("gcn-debug"))

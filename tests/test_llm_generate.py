@@ -1,7 +1,5 @@
 """Generation: transformers' tokens, reproducible draws, turns without recompiles, strides, and every error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -116,7 +114,7 @@ def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> No
                 texts = [text + row for text, row in zip(texts, prompt, strict=True)]
                 if "temperature" not in settings:
                     # What a model that starts over says to the whole text.
-                    expected = generate(eager, texts, max_new_tokens=6 + turn)  # type: ignore[arg-type]
+                    expected = generate(eager, texts, max_new_tokens=6 + turn)
                     torch.testing.assert_close(answer, expected, rtol=0, atol=0)
                 texts = [text + row for text, row in zip(texts, answer.tolist(), strict=True)]
     assert graphs_of(model) == {"LLMHead": 1, "LLMLayer": 2}
@@ -178,7 +176,7 @@ def test_draws_follow_the_seed_and_leave_the_global_state_alone(model: LLM) -> N
 def test_nearly_zero_temperature_and_one_token_are_greedy(model: LLM) -> None:
     expected = generate(model, PROMPTS, max_new_tokens=8)
     for settings in ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}):
-        got = generate(model, PROMPTS, max_new_tokens=8, seed=3, **settings)  # type: ignore[arg-type]
+        got = generate(model, PROMPTS, max_new_tokens=8, seed=3, **settings)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -242,9 +240,7 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"cache": "static"}, TypeError, "cache is a str, expected a KVCache"),
     ],
 )
-def test_bad_calls_are_named_before_anything_runs(
-    model: LLM, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
     def never(*_: Any) -> None:
         raise AssertionError("the model ran")
 
@@ -273,4 +269,4 @@ def test_caches_must_fit(model: LLM) -> None:
     with pytest.raises(ValueError, match="cache is 2 x 16, but batch is 2 and slots 32"):
         Session(model, 2, 32, cache=cache)
     with pytest.raises(TypeError, match="model is a Linear"):
-        Session(torch.nn.Linear(1, 1), 1, 1)  # type: ignore[arg-type]
+        Session(torch.nn.Linear(1, 1), 1, 1)

@@ -1,7 +1,5 @@
 """The operators of the family: kernels by the files of checks, here what compilers and callers need of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from torch._functorch import aot_autograd
 
 import zoo
 from tests import fake_gpu
+from tests.blocks import Doubled
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer
@@ -213,17 +212,12 @@ def test_rounded_weights_many_rows_and_gradients_go_the_ordinary_way(gpu: Any) -
     assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
 
 
-class _Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
 def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[Tensor] = []
     addmm = torch.addmm
     monkeypatch.setattr(torch, "addmm", lambda *given: (products.append(given[0]), addmm(*given))[1])
     x, hidden = torch.randn(2, 3, 8), torch.randn(2, 3, 4)
-    plain, bias, other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8), _Scaled(4, 8, bias=False)
+    plain, bias, other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8), Doubled(4, 8, bias=False)
     torch.testing.assert_close(_add_linear(x, hidden, plain), x + plain(hidden))
     assert len(products) == 1
     torch.testing.assert_close(_add_linear(x, hidden, bias), x + bias(hidden))

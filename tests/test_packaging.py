@@ -1,7 +1,5 @@
 """What is shipped, and what `import zoo` costs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib
@@ -38,22 +36,20 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return message_from_bytes(wheel.read(name))
 
 
-def test_the_wheel_ships_all_of_zoo_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zoo").rglob("*.py")} | {"zoo/py.typed"}
     assert sources <= names and not [name for name in names if "__pycache__" in name]
     assert {root for name in names if not (root := name.split("/")[0]).endswith(".dist-info")} == {"zoo"}
-
-
-def test_the_wheel_carries_its_licence(wheel: zipfile.ZipFile, metadata: Message) -> None:
-    assert metadata["License-Expression"] == "BSD-3-Clause"
-    (name,) = [name for name in wheel.namelist() if name.endswith("LICENSE")]
-    assert wheel.read(name) == (ROOT / "LICENSE").read_bytes()
+    (licence,), (commands,) = ([n for n in names if n.endswith(end)] for end in ("LICENSE", "entry_points.txt"))
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    assert "zoo = zoo.__main__:main" in wheel.read(commands).decode()
 
 
 def test_the_distribution_and_what_it_requires(metadata: Message) -> None:
     assert metadata["Name"] == "regional-zoo"
     assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "BSD-3-Clause"
     required = [entry for entry in metadata.get_all("Requires-Dist") if "extra ==" not in entry]
     assert sorted(required) == ["safetensors", "torch>=2.11", "tqdm"]
 
@@ -63,11 +59,6 @@ def test_the_extras_bring_the_libraries() -> None:
     assert EXTRAS["vision"] == ["torchvision"]
     assert set(EXTRAS) == {"vision", "hf", "diffusers", "gnn", "bench", "dev"}
     assert "regional-zoo[vision,hf,diffusers,gnn]" in EXTRAS["bench"] and "regional-zoo[bench]" in EXTRAS["dev"]
-
-
-def test_the_wheel_brings_the_command(wheel: zipfile.ZipFile) -> None:
-    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "zoo = zoo.__main__:main" in wheel.read(name).decode()
 
 
 def test_the_oldest_releases_tested_are_the_oldest_allowed() -> None:

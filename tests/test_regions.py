@@ -1,8 +1,6 @@
 """What can be compiled, and what stands in its way."""
 
-from __future__ import annotations
-
-import enum
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,39 +18,11 @@ def test_declared_regions_are_grouped_by_signature() -> None:
     assert report.declared and found.name == "Block"
     assert found.signatures == (("blocks.0", "blocks.1", "blocks.2"),)
     assert report.graphs_needed == 1 and not report.obstacles
-
-
-def test_report_prints_modules_graphs_and_differences() -> None:
+    assert 0.8 < report.coverage < 1 and f"{report.coverage:.0%} of the weights in regions" in str(report)
     text = str(zoo.find_regions(Sequence(Block(4), Block(4), Block(8), Block(8))))
     assert "Block: 4 module(s), 2 graph(s), budget 2" in text
     assert "2 x blocks.0, blocks.1" in text and "2 x blocks.2, blocks.3" in text
     assert "differs: parameters: linear.weight (4, 4)" in text
-
-
-@pytest.mark.parametrize("region", [3, Block(2), int])
-def test_a_region_that_is_no_module_class_is_a_type_error(region: object) -> None:
-    with pytest.raises(TypeError, match="nn.Module class"):
-        zoo.find_regions(Stack(), [region])  # type: ignore[list-item]
-
-
-def test_a_bare_class_instead_of_a_list_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"regions=\[\.\.\.\]"):
-        zoo.find_regions(Stack(), Block)  # type: ignore[arg-type]
-
-
-def test_no_graphs_is_no_budget() -> None:
-    with pytest.raises(ValueError, match="graphs is 0"):
-        Region(Block, graphs=0)
-
-
-def test_a_region_that_matches_nothing_is_an_error_that_names_subclasses() -> None:
-    with pytest.raises(ValueError, match=r"Block matches no module of Sequence; its subclasses \['Child'\]"):
-        zoo.find_regions(Sequence(Child(4)), [Block])
-
-
-def test_nested_regions_are_an_error_that_names_both() -> None:
-    with pytest.raises(ValueError, match=r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence"):
-        zoo.find_regions(stack_of_sequences(), [Sequence, Block])
 
 
 def stack_of_sequences() -> nn.Module:
@@ -67,20 +37,55 @@ def stack_of_sequences() -> nn.Module:
     return Outer()
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        *((lambda each=each: zoo.find_regions(Stack(), [each]), TypeError, "nn.Module class") for each in (3, int)),
+        (lambda: zoo.find_regions(Stack(), [Block(2)]), TypeError, "nn.Module class"),
+        (lambda: zoo.find_regions(Stack(), Block), TypeError, r"regions=\[\.\.\.\]"),
+        (lambda: Region(Block, graphs=0), ValueError, "graphs is 0"),
+        (
+            lambda: zoo.find_regions(Sequence(Child(4)), [Block]),
+            ValueError, r"Block matches no module of Sequence; its subclasses \['Child'\]",
+        ),
+        (
+            lambda: zoo.find_regions(stack_of_sequences(), [Sequence, Block]),
+            ValueError, r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence",
+        ),
+        (
+            lambda: zoo.find_regions(Stack(), ["Block"]),
+            ValueError, r"regions names 'Block', but Stack has no such module; a path reads as",
+        ),
+        (lambda: zoo.find_regions(Stack(), exclude=["blocks.7"]), ValueError, r"'blocks\.7'"),
+        (lambda: zoo.find_regions(Stack(), exclude="blocks.1"), TypeError, "exclude is .*a list of classes and paths"),
+        (lambda: zoo.find_regions(Stack(), exclude=Block), TypeError, "exclude is .*a list of classes and paths"),
+    ],
+)  # fmt: skip
+def test_what_names_no_region_is_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
+    model = Sequence(Block(4), Block(4), Block(4))
+    assert zoo.find_regions(model, exclude=["blocks.1"]).regions[0].modules == ("blocks.0", "blocks.2")
+    assert not zoo.find_regions(model, exclude=[Block]).regions
+    nested = nn.Sequential(Sequence(Block(4), Block(4)), Block(4))
+    for exclude in (["0.blocks"], [nn.ModuleList], [Sequence]):  # with what is inside
+        assert zoo.find_regions(nested, [Block], exclude=exclude).regions[0].modules == ("1",)
+    towers = Sequence(Tower(3), Tower(3))
+    (found,) = zoo.find_regions(towers, ["blocks.*.blocks.1"]).regions
+    assert found.modules == ("blocks.0.blocks.1", "blocks.1.blocks.1")
+    (found,) = zoo.find_regions(towers, [Mlp], exclude=["blocks.1.blocks.*"]).regions
+    assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
+
+
 def test_discovery_takes_the_outermost_repeated_class() -> None:
     assert [found.name for found in zoo.find_regions(stack_of_sequences()).regions] == ["Sequence"]
 
 
 def test_discovery_passes_over_copies_that_share_nothing() -> None:
     assert not zoo.find_regions(Sequence(Block(2), Block(4), Block(8))).regions
-
-
-def test_exclude_by_class_and_by_name() -> None:
-    model = Sequence(Block(4), Block(4), Block(4))
-    assert zoo.find_regions(model, exclude=["blocks.1"]).regions[0].modules == ("blocks.0", "blocks.2")
-    assert not zoo.find_regions(model, exclude=[Block]).regions
-    with pytest.raises(ValueError, match=r"'blocks\.7'"):
-        zoo.find_regions(model, exclude=["blocks.7"])
 
 
 def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
@@ -93,20 +98,6 @@ def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() ->
     assert symbol.graphs_needed == 1 and not symbol.obstacles
     stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
     assert stored.graphs_needed == 1 and not stored.obstacles
-
-
-def test_prediction_agrees_with_the_compiler() -> None:
-    for model in (
-        Sequence(*(IndexedBlock(4, i) for i in range(3))),
-        Sequence(*(StoringBlock(4, i) for i in range(3))),
-        Sequence(Block(4), Block(4)),
-    ):
-        torch.compiler.reset()
-        cls = type(model.blocks[0])
-        predicted = zoo.find_regions(model, [cls]).graphs_needed
-        zoo.compile_regions(model, regions=[cls], backend="eager")
-        with torch.no_grad():
-            assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == predicted
 
 
 def test_an_inherited_forward_is_an_obstacle() -> None:
@@ -126,25 +117,6 @@ def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
     assert "blocks.2 was not called as a module" in str(report.obstacles[0])
 
 
-def test_inputs_leave_no_hook_behind() -> None:
-    model = Stack()
-    zoo.find_regions(model, inputs={"x": torch.randn(2, 4)})
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-    with pytest.raises(TypeError):
-        zoo.find_regions(model, inputs={"wrong": 1})
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
-def test_observing_a_model_in_training_leaves_its_statistics_and_random_state() -> None:
-    model = Sequence(Dropping(4), Dropping(4)).train()
-    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
-    inputs = {"x": torch.ones(8, 4)}
-    zoo.find_regions(model, inputs=inputs)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert type(model.blocks[0]) is Dropping
-
-
 def test_mode_in_words() -> None:
     block = Block(2).eval()
     assert mode(block) == "eval, grad"
@@ -161,18 +133,6 @@ def test_device_share_on_a_gpu() -> None:
     share = report.regions[0].device_share
     assert share is not None and 0.5 < share <= 1.0
     assert "% of device time" in str(report)
-
-
-def test_exclude_leaves_out_what_is_inside() -> None:
-    model = nn.Sequential(Sequence(Block(4), Block(4)), Block(4))
-    for exclude in (["0.blocks"], [nn.ModuleList], [Sequence]):
-        assert zoo.find_regions(model, [Block], exclude=exclude).regions[0].modules == ("1",)
-
-
-@pytest.mark.parametrize("exclude", ["blocks.1", Block])
-def test_exclude_is_a_list(exclude: object) -> None:
-    with pytest.raises(TypeError, match=r"exclude is .*expected a list of classes and paths"):
-        zoo.find_regions(Stack(), exclude=exclude)  # type: ignore[arg-type]
 
 
 class Lazy(nn.Module):
@@ -199,17 +159,6 @@ def test_a_scripted_module_is_torchs() -> None:
     assert [found.name for found in zoo.find_regions(model).regions] == ["Block"]
 
 
-class Kind(enum.IntEnum):
-    ODD = 1
-    EVEN = 2
-
-
-def test_a_number_by_name_that_differs_in_every_layer_is_an_obstacle() -> None:
-    model = Sequence(IndexedBlock(4, Kind.ODD), IndexedBlock(4, Kind.EVEN))
-    (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles  # an enum is no symbol
-    assert "forward reads index" in str(obstacle) and "Kind.EVEN" in str(obstacle)
-
-
 class Counting(nn.Module):
     """Replaces a buffer, and makes one."""
 
@@ -225,11 +174,17 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def test_a_report_of_a_model_in_training_puts_buffers_back() -> None:
-    model = Sequence(Counting()).train()
-    seen = model.blocks[0].seen
-    zoo.find_regions(model, [Counting], inputs={"x": torch.ones(2, 4)})
-    assert model.blocks[0].seen is seen and seen.tolist() == [0.0] and model.blocks[0].last is None
+def test_observing_a_model_in_training_leaves_it_as_it_was() -> None:
+    model = Sequence(Dropping(4), Dropping(4), Counting()).train()
+    before, seen = {k: v.clone() for k, v in model.state_dict().items()}, model.blocks[2].seen
+    state = torch.get_rng_state()
+    zoo.find_regions(model, [Dropping, Counting], inputs={"x": torch.ones(8, 4)})
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state) and type(model.blocks[0]) is Dropping
+    assert model.blocks[2].seen is seen and model.blocks[2].last is None
+    with pytest.raises(TypeError):
+        zoo.find_regions(model, inputs={"wrong": 1})
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
 class Mlp(nn.Module):
@@ -298,21 +253,6 @@ def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
     assert not report.regions and "what repeats in it (Block) is too little" in str(report)
-
-
-def test_regions_by_path() -> None:
-    model = Sequence(Tower(3), Tower(3))
-    (found,) = zoo.find_regions(model, ["blocks.*.blocks.1"]).regions
-    assert found.modules == ("blocks.0.blocks.1", "blocks.1.blocks.1")
-    (found,) = zoo.find_regions(model, [Mlp], exclude=["blocks.1.blocks.*"]).regions
-    assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
-    with pytest.raises(ValueError, match=r"regions names 'Block', but Sequence has no such module; a path reads as"):
-        zoo.find_regions(model, ["Block"])
-
-
-def test_coverage_is_printed() -> None:
-    report = zoo.find_regions(Stack())
-    assert 0.8 < report.coverage < 1 and f"{report.coverage:.0%} of the weights in regions" in str(report)
 
 
 def test_layers_that_share_a_number_are_no_graph_a_layer() -> None:

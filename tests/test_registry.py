@@ -1,7 +1,5 @@
 """Models by name, weights from where people keep them, conversions."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -45,7 +43,7 @@ def test_overrides_dtype_and_device() -> None:
     with pytest.raises(ValueError, match="floating-point"):
         zoo.create("gcn-debug", dtype=torch.int64)
     with pytest.raises(ValueError, match=r"dtype is 'float16', but parameters need a floating-point torch\.dtype"):
-        zoo.create("gcn-debug", dtype="float16")  # type: ignore[arg-type]
+        zoo.create("gcn-debug", dtype="float16")
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["random", "loaded"])
@@ -202,4 +200,4 @@ def test_foreign_modules_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="not a model of the zoo"):
         zoo.example_inputs(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected an nn.Module"):
-        zoo.from_upstream("gcn")  # type: ignore[arg-type]
+        zoo.from_upstream("gcn")

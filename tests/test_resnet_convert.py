@@ -1,7 +1,5 @@
 """What only ResNets meet in conversion: torchvision's pretrained weights by name, changed models, transforms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,8 @@
 """The regions in every mode and size; channels_last wherever weights come from; every bad input and its error."""
 
-from __future__ import annotations
-
 import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,44 +13,25 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
-from tests.blocks import graphs_of
 from zoo.ops import conv as stem
-from zoo.resnet import ResNet
-
-# Other batches, one image alone, not square, odd sizes, as many pixels a side as some stage has channels (256).
-SHAPES = [(2, 3, 64, 64), (3, 3, 64, 64), (1, 3, 96, 64), (2, 3, 33, 97), (1, 3, 256, 256)]
+from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
+from zoo.ops.conv import conv_act, linear_relu, stem_conv
+from zoo.resnet import Folding, ResNet, fold_batch_norm
 
 
 def debug(**changes: Any) -> ResNet:
     return zoo.create("resnet-debug", **changes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_blocks_are_a_graph_for_each_signature_and_size(training: bool) -> None:
-    model = debug().train(training)
-    eager = copy.deepcopy(model)
-    zoo.compile_regions(model, backend="aot_eager" if training else "eager")
-    for shape in SHAPES:
-        images = torch.randn(shape)
-        with torch.inference_mode(not training), zoo.enforce_budget(model):
-            torch.testing.assert_close(model(images), eager(images), rtol=1e-4, atol=1e-5)
-    # Two blocks in the first two stages, one in the others: six signatures.
-    assert graphs_of(model) == {"Stem": len(SHAPES), "Bottleneck": 6 * len(SHAPES), "ResNetHead": len(SHAPES)}
-
-
 # Graphs of blocks, which both ends come on top of.
 @pytest.mark.parametrize(
     ("preset", "changes", "blocks"),
     [
-        ("resnet18", {}, 7),
-        ("resnet50", {}, 8),
-        ("resnet101", {}, 8),
-        ("resnext50_32x4d", {}, 8),
+        ("resnet18", {}, 7), ("resnet50", {}, 8), ("resnet101", {}, 8), ("resnext50_32x4d", {}, 8),
         ("resnet50", {"replace_stride_with_dilation": (False, True, True)}, 8),
         ("resnet50", {"layers": (5, 6, 9, 4)}, 8),
     ],
-)
+)  # fmt: skip
 def test_deeper_is_no_more_graphs(preset: str, changes: dict[str, Any], blocks: int) -> None:
     model = zoo.create(preset, device="meta", **changes)
     report = zoo.find_regions(model)
@@ -74,9 +55,6 @@ def test_features_are_the_outputs_of_the_stages() -> None:
         (2, 2048, 3, 4),
     ]
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
-
-
-# --- channels_last ---
 
 
 # --- what is refused ---
@@ -196,16 +174,11 @@ def test_autocast_narrows_images_and_weight(squares: list[torch.Size]):
 @pytest.mark.parametrize(
     ("options", "shape", "helps"),
     [
-        ({}, (1, 3, 8, 8), True),
-        ({"kernel_size": 3, "padding": 1}, (1, 3, 8, 8), False),
-        ({"stride": 1}, (1, 3, 8, 8), False),
-        ({"dilation": 2}, (1, 3, 20, 20), False),
-        ({}, (1, 6, 8, 8), False),
+        ({}, (1, 3, 8, 8), True), ({"kernel_size": 3, "padding": 1}, (1, 3, 8, 8), False),
+        ({"stride": 1}, (1, 3, 8, 8), False), ({"dilation": 2}, (1, 3, 20, 20), False), ({}, (1, 6, 8, 8), False),
     ],
-)
-def test_which_convolutions_are_computed_so(
-    options: dict[str, int], shape: tuple[int, ...], helps: bool, squares: list[torch.Size]
-):
+)  # fmt: skip
+def test_which_convolutions_are_computed_so(options, shape, helps, squares):
     conv = nn.Conv2d(shape[1], 4, **{"kernel_size": 7, "stride": 2, "padding": 3, **options})
     x = torch.randn(shape)
     found = stem.stem_conv(x, conv)
@@ -232,3 +205,165 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
         assert error < {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     with torch.autocast("cuda", torch.bfloat16):
         assert stem.stem_conv(x, conv).dtype == torch.bfloat16
+
+
+WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bottleneck": {},
+    "basic": {"block": "basic", "width_per_group": 64},
+    "groups": {"groups": 4, "width_per_group": 8},
+    "dilated": {"replace_stride_with_dilation": (False, True, True)},
+    "frozen": {"norm": "frozen"},
+    "eps": {"norm_kwargs": {"eps": 0.1}},
+}
+
+
+def trained(**changes: Any) -> ResNet:
+    """A model whose norms are not as they start: folding one that does nothing would be no test."""
+    model = zoo.create("resnet-debug", **changes)
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "norm." in key and tensor.is_floating_point():
+                if key.endswith("running_var"):
+                    tensor.uniform_(0.5, 1.5)
+                else:
+                    # Negative scales too.
+                    tensor.normal_(std=0.5)
+    return model
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointwise: str) -> None:
+    model = trained(**CONFIGS[config])
+    folded = fold_batch_norm(model.train(), convolutions=convolutions, pointwise=pointwise)
+    assert not folded.training and not any(p.requires_grad for p in folded.parameters())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
+    assert folded.config.folding == Folding(convolutions=convolutions, pointwise=pointwise)
+    images = torch.randn(2, 3, 70, 50)
+    model.eval()
+    with torch.inference_mode():
+        assert error(folded(images), model(images)) < 1e-5
+        for got, expected in zip(folded.features(images), model.features(images), strict=True):
+            assert error(got, expected) < 1e-5
+            assert got.is_contiguous(memory_format=torch.channels_last)
+        double = fold_batch_norm(copy.deepcopy(model).double(), convolutions=convolutions, pointwise=pointwise)
+        assert error(double(images.double()), copy.deepcopy(model).double()(images.double())) < 1e-13
+
+
+def test_the_model_stays_as_it_is_and_shares_nothing() -> None:
+    model = trained().train()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    folded = fold_batch_norm(model)
+    with torch.no_grad():
+        for parameter in folded.parameters():
+            parameter.zero_()
+    assert model.training and model.config.folding is None
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
+def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
+    folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)
+    eager = copy.deepcopy(folded)
+    images = torch.randn(2, 3, 64, 64)
+    zoo.compile_regions(folded, backend="aot_eager")
+    with torch.inference_mode():
+        assert zoo.warm_up(folded, images=images).graphs == 6 + 2
+        with zoo.enforce_budget(folded):
+            torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_operator_of_cudnn_says_its_shapes() -> None:
+    for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
+        x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
+        options = ([stride, stride], [dilation, dilation], [dilation, dilation], groups)
+        shape = torch.nn.functional.conv2d(x, weight, None, *options).shape
+        residual = torch.randn(shape).contiguous(memory_format=torch.channels_last) if with_residual else None
+        expected = torch.nn.functional.conv2d(x, weight, torch.arange(6.0), *options)
+        expected = expected.relu() if residual is None else (expected + residual).relu()
+        torch.testing.assert_close(conv_act(x, weight, torch.arange(6.0), residual, *options), expected)
+        torch.library.opcheck(
+            conv_act,
+            (x, weight, torch.arange(6.0), residual, *options),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
+        )
+
+
+def test_the_operator_of_the_product_says_its_shapes() -> None:
+    x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
+    torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
+    torch.library.opcheck(
+        linear_relu, (x, weight, bias), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    )
+
+
+def test_what_is_refused() -> None:
+    model = trained()
+    folded = fold_batch_norm(model)
+    with pytest.raises(TypeError, match=r"Linear is not a ResNet of the zoo; zoo\.from_upstream"):
+        fold_batch_norm(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="folded already"):
+        fold_batch_norm(folded)
+    with pytest.raises(ValueError, match="track_running_stats is False"):
+        fold_batch_norm(trained(norm_kwargs={"track_running_stats": False}))
+    with pytest.raises(ValueError, match="convolutions is 'slow', expected one of 'glue', 'fused'"):
+        fold_batch_norm(model, convolutions="slow")
+    with pytest.raises(ValueError, match="pointwise is 'gemm', expected one of 'convolution', 'matmul'"):
+        fold_batch_norm(model, pointwise="gemm")
+    with pytest.raises(ValueError, match="folded into its convolutions; convert the one it came from"):
+        zoo.to_upstream(folded)
+    with pytest.raises(ValueError, match="a folded model is for inference"):
+        folded(torch.zeros(1, 3, 64, 64, requires_grad=True))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"use model\.to\(torch\.bfloat16\)"):
+        folded(torch.zeros(1, 3, 64, 64))
+    with pytest.raises(TypeError, match=r"expected float32; use images\.to\(torch\.float32\);"):
+        folded(torch.zeros(1, 3, 64, 64).half())
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Operators and arguments that launch all kernels, with gradients and without."""
+    x, more = (torch.randn(2, 6, 7, 4).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    mean, variance, count = torch.randn(6), torch.rand(6) + 0.5, torch.tensor(0)
+    learning = [each.clone().requires_grad_() for each in (x, more, mean, variance, mean, variance)]
+    frozen, batch = (mean, variance), (mean, variance, count, True, 0.1)
+    conv = nn.Conv2d(3, 8, 7, 2, 3, bias=False)
+    half = x.bfloat16()
+    return {
+        "norm": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (learning[0], *learning[2:4])),
+        "norm of the batch": (lambda x, *norm: norm_act(x, Norm(*norm, *batch)), (learning[0], *learning[2:4])),
+        "wider weights": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (half, *learning[2:4])),
+        "residual": (lambda x, r, *norm: norm_act(x, Norm(*norm, *batch), r), learning[:4]),
+        "two norms": (lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)), learning),
+        "two frozen norms": (norm_act, (x, Norm(*frozen, *frozen), more, Norm(*frozen, *frozen))),
+        "bias": (bias_act, (x, mean)),
+        "bias and residual": (bias_act, (x, mean, more)),
+        "pooled norm": (norm_act_pool, (x, Norm(*frozen, *frozen))),
+        "pooled bias": (bias_act_pool, (x, mean)),
+        "pool": (max_pool, learning[:1]),
+        "stem": (stem_conv, (torch.randn(2, 3, 16, 12), conv.requires_grad_(False))),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_regions_compute_and_learn_as_eager_blocks_do_on_a_gpu(training: bool) -> None:
+    model = zoo.create("resnet-debug", device="cuda").train(training)
+    eager = copy.deepcopy(model)
+    images = torch.randn(4, 3, 40, 33, device="cuda")
+    zoo.compile_regions(model)
+    with torch.set_grad_enabled(training), zoo.enforce_budget(model):
+        for own in (model, eager):
+            out = own(images)
+            if training:
+                out.square().sum().backward()
+        torch.testing.assert_close(model(images), eager(images), rtol=1e-3, atol=1e-4)
+    for ours, theirs in ((model.named_parameters(), eager.parameters()), (model.named_buffers(), eager.buffers())):
+        for (name, found), expected in zip(ours, theirs, strict=True):
+            found, expected = (found, expected) if found.grad is None else (found.grad, expected.grad)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=name)

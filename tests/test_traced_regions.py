@@ -1,7 +1,5 @@
 """What the compiler sees of every region on a GPU: a graph each way, in which the zoo's kernels are launches."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -66,9 +64,7 @@ def apart(x: Any) -> Any:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAUNCHES]
 )
-def test_regions_are_a_graph_each_way_with_kernels_in_it(
-    name: str, gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regions_are_a_graph_each_way_with_kernels_in_it(name, gpu, monkeypatch):
     aot, fused = aot_autograd.aot_module_simplified, [0, 0]
     found: list[list[tuple[str, list[int]]]] = [[], []]
     for training in (False, True):

@@ -1,7 +1,5 @@
 """A training step of every family: within the budget, captured, and with the losses of the plain eager loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

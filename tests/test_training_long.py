@@ -1,7 +1,5 @@
 """Training on the longest sequence that a language model has positions for: what it takes, and that it is right."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """AdamW of the zoo against torch's fused one. What its kernel computes, training_kernel_checks.py holds to."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fake_gpu import Gpu
 from zoo.ops import adamw as updates
 from zoo.training import AdamW, TrainingStep
 
@@ -94,9 +91,7 @@ def test_what_is_not_fused_is_refused(options: dict[str, Any]):
         AdamW(weights(), differentiable=True)
 
 
-def test_what_is_selected_of_aligned_pointers_is_read_16_bytes_at_a_time(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_selected_of_aligned_pointers_is_read_16_bytes_at_a_time(gpu, monkeypatch):
     import triton
     from triton.compiler.compiler import compile as compile_for_a_gpu
 
@@ -163,9 +158,7 @@ def losses_of(kind: type[torch.optim.Optimizer], dtype: torch.dtype, captured: b
 @pytest.mark.parametrize("captured", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", [None, 5])
-def test_large_parameters_train_as_by_torchs_on_a_gpu(
-    dtype: torch.dtype, captured: bool, bad: int | None, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_parameters_train_as_by_torchs_on_a_gpu(dtype, captured, bad, monkeypatch):
     from zoo.ops.triton import adamw as kernel
 
     sizes: list[tuple[int, ...]] = []

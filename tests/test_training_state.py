@@ -1,7 +1,5 @@
 """Saving and resuming: the losses that follow are those of an uninterrupted run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,7 @@ def make(device: str = "cpu", kind: str = "adamw", **options: Any) -> tuple[Trai
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "plain"])
 @pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
-def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(
-    tmp_path: Path, device: str, captures: bool, kind: str, autocast: torch.dtype | None
-):
+def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path, device, captures, kind, autocast):
     if kind == "plain" and captures and device == "cuda":
         pytest.skip("refused, as another test shows")
     # On a CPU the learning rate is a plain number, which a captured step would not let a schedule change.
@@ -114,9 +110,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):
 
 
 @pytest.mark.parametrize("wanted", [None, True])
-def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(
-    monkeypatch: pytest.MonkeyPatch, wanted: bool | None
-) -> None:
+def test_what_a_loaded_state_brings_is_looked_at_before_the_next_capture(monkeypatch, wanted):
     found: list[str] = []
     monkeypatch.setattr(TrainingStep, "_obstacles", lambda step: "; ".join(found))
     step, _ = make(cuda_graph=True)

@@ -1,7 +1,5 @@
 """What only UNets meet in conversion: conditions, masks, published sizes, pipelines and changed models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The operators of UNets: what callers need, and what runs without kernels; unet_*_checks.py hold the kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -62,52 +60,12 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     }
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_gradients_are_those_of_torchs_own(silu: bool) -> None:
-    def plain(x: Tensor, skip: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        joined = torch.cat([x, skip], 1)
-        out = F.group_norm(joined, 4, weight, bias, 1e-3)
-        moved = F.group_norm(joined + shift[:, :, None, None], 4, weight, bias, 1e-3)
-        return (F.silu(out) * joined).sum() + F.silu(moved).square().sum() if silu else (out * joined + moved**3).sum()
-
-    def ours(x: Tensor, skip: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out, joined = cat_group_norm(x, skip, weight, bias, 4, 1e-3, silu)
-        moved = group_norm(joined, shift, weight, bias, 4, 1e-3, silu)
-        return (out * joined).sum() + (moved.square().sum() if silu else (moved**3).sum())
-
-    tensors = [images(2, 7, 3, 5, dtype=torch.float64), images(2, 5, 3, 5, dtype=torch.float64)]
-    tensors += [torch.randn(*shape, dtype=torch.float64) for shape in ((2, 12), (12,), (12,))]
-    given = [tensor.requires_grad_() for tensor in tensors]
-    torch.testing.assert_close(ours(*given), plain(*given))
-    for found, expected in zip(
-        torch.autograd.grad(ours(*given), given), torch.autograd.grad(plain(*given), given), strict=True
-    ):
-        torch.testing.assert_close(found, expected)
-
-
 def test_half_precision_is_rounded_once() -> None:
     x, shift = images(2, 12, 9, 9, dtype=torch.bfloat16), torch.randn(2, 12)
     weight, bias = torch.randn(12), torch.randn(12)
     out = group_norm(x, shift, weight, bias, 4, 1e-5, True)
     wide = F.silu(F.group_norm(x.float() + shift[:, :, None, None], 4, weight, bias, 1e-5))
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
-
-
-def test_glue_computes_what_torch_does_where_no_kernel_runs() -> None:
-    x, residual, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (6, 8), (8,), (8,)))
-    wide = x + bias
-    torch.testing.assert_close(gated_gelu(x, bias), wide[:, :4] * F.gelu(wide[:, 4:]))
-    torch.testing.assert_close(conv_add(x, bias, residual), x + bias + residual)
-    total, normed = add_norm(x, residual, weight, bias, None, 1e-3)
-    torch.testing.assert_close(total, x + residual)
-    torch.testing.assert_close(normed, F.layer_norm(x + residual, (8,), weight, bias, 1e-3))
-    shifted, as_before = add_norm(x, residual, weight, bias, bias, 1e-3)
-    torch.testing.assert_close(shifted, x + residual + bias)
-    assert torch.equal(as_before, normed)
-    product = F.linear(x, torch.stack([weight, bias]))
-    found = gated_gelu_product(x, torch.stack([weight, bias]), bias[:2])
-    torch.testing.assert_close(found, (product[:, :1] + bias[0]) * F.gelu(product[:, 1:] + bias[1]))
-    torch.testing.assert_close(layer_norm(x, weight, bias, 1e-3), F.layer_norm(x, (8,), weight, bias, 1e-3))
 
 
 def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
@@ -150,20 +108,6 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products(monkeypatch: 
         assert windows_run(torch.empty(shape), weight, stride) == expected
     # Of another layout the weight would be copied in every call.
     assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
-
-
-def test_a_second_derivative_of_a_kernel_is_refused(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.engine.kernel import Kernel
-
-    monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
-    x, weight = images(2, 8, 3, 3, grad=True), torch.ones(8)
-    for out in (
-        group_norm(x, None, weight, weight, 2, 1e-5, True),
-        cat_group_norm(x[:, :4], x[:, 4:], weight, weight, 2, 1e-5, True)[0],
-    ):
-        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
 
 
 def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
+from tests.blocks import Doubled
 from zoo.engine.step_buffers import branch
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
 from zoo.unet.blocks import sinusoids
@@ -86,11 +85,6 @@ def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_s
 # --- what is refused ---
 
 
-class _Doubled(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
 @pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
 def test_a_replaced_product_is_called(name: str) -> None:
     torch.manual_seed(0)
@@ -104,7 +98,7 @@ def test_a_replaced_product_is_called(name: str) -> None:
         torch.testing.assert_close(block(x.clone(), key, None, None), before)
         assert heard == [1]
         handle.remove()
-        adapted = _Doubled(plain.in_features, plain.out_features, plain.bias is not None)
+        adapted = Doubled(plain.in_features, plain.out_features, plain.bias is not None)
         adapted.load_state_dict(plain.state_dict())
         setattr(block, name, adapted)
         found = block(x.clone(), key, None, None)

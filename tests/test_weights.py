@@ -1,7 +1,5 @@
 """A WeightMap's table, strict both ways; folders in the libraries' formats; what every family's conversion keeps."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 from pathlib import Path
@@ -116,7 +114,7 @@ def test_tensors_are_strict_but_for_what_is_ignored() -> None:
         ({"again": "words"}, "fills .*words.weight.* twice"),
         ({"block.{}.q.weight": Placement("layers.{}.qkv.weight", 0, 4)}, "names block.0.q.weight twice"),
     ],
-)
+)  # fmt: skip
 def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -> None:
     table = {key: target for key, target in {**TABLE, **changes}.items() if target is not None}
     with pytest.raises(ValueError, match=words):
@@ -179,9 +177,7 @@ def test_presets_take_a_folder_that_agrees_in_any_dtype(family: Any, tmp_path: P
         zoo.create(larger, weights=tmp_path)
 
 
-def test_a_save_that_fails_leaves_the_folder_as_it_was(
-    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_leaves_the_folder_as_it_was(family, tmp_path, monkeypatch):
     first, second = (model_of(family, seed=seed) for seed in (1, 2))
     family.save(first, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

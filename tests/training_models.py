@@ -1,7 +1,5 @@
 """A small model, its batches and a plain training loop, for the tests of the training step."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,21 +1,22 @@
-"""The kernels of the glue against float64."""
-
-from __future__ import annotations
+"""The kernels of the glue, and that of attention to few keys, against float64."""
 
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import zoo
 from tests import kernel_checks
 from tests.blocks import graphs_of
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # noqa: F401
-from zoo.ops import common, glu
+from zoo.ops import attention, common, glu
+from zoo.ops.attention import short_attention
 from zoo.ops.conv import upsample, windows
 from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.norms import add_norm, layer_norm
+from zoo.ops.triton import attention as attention_kernels
 from zoo.ops.triton import glu as kernels
 from zoo.ops.triton import group_norm
 from zoo.ops.triton import norms as norm_kernels
@@ -32,17 +33,12 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("shape", [(2, 5, 12, 40), (1, 1, 1, 320), (3, 4, 1, 7), (1, 2, 3, 64)])
-def test_doubles_images(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = values(*shape, dtype=dtype).permute(0, 3, 1, 2)
-    assert torch.equal(upsample(x).float(), F.interpolate(x.float(), scale_factor=2.0, mode="nearest"))
-
-
-@pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("shape", [(2, 5, 12, 40), (1, 1, 1, 320), (3, 4, 1, 7), (1, 2, 3, 64)])
-def test_windows(shape: tuple[int, ...], stride: int, dtype: torch.dtype) -> None:
+def test_doubled_images_and_windows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
-    assert torch.equal(windows(x, stride).double(), windows(x.double(), stride))
+    image = x.permute(0, 3, 1, 2)
+    assert torch.equal(upsample(image).float(), F.interpolate(image.float(), scale_factor=2.0, mode="nearest"))
+    for stride in (1, 2):
+        assert torch.equal(windows(x, stride).double(), windows(x.double(), stride))
 
 
 # Rows, channels, width inside: whole tiles of both; less than one of each; what divides neither.
@@ -53,9 +49,7 @@ DESCRIBED = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat
 
 @pytest.mark.parametrize("dtype", DESCRIBED)
 @pytest.mark.parametrize(("rows", "channels", "inner"), PRODUCTS)
-def test_products_are_gated_on_the_way(
-    rows: int, channels: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_are_gated_on_the_way(rows, channels, inner, dtype, monkeypatch):
     monkeypatch.setattr(glu, "LEAST_ROWS", 1)
     x = values(rows, channels, dtype=dtype)
     weight, bias = values(2 * inner, channels, dtype=dtype, scale=channels**-0.5), values(2 * inner, dtype=dtype)
@@ -118,3 +112,91 @@ def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pyte
         expected = model(**inputs).sample
     for each in found:
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- attention to few keys ---
+
+# Queries, keys, heads and their width. A text and the pixels of a small image, at the models' widths of heads; one key;
+# whole tiles and one number more; a width that no power of two is.
+SIZES = [(70, 77, 2, 40), (64, 64, 1, 160), (9, 128, 2, 80), (65, 1, 3, 64), (1, 65, 1, 8), (3, 100, 1, 24)]
+
+
+def heads(*shape: int, dtype: torch.dtype = torch.float16, scale: float = 1.0) -> Tensor:
+    return values(*shape, dtype=dtype, scale=scale)
+
+
+def attends(found: Tensor, query: Tensor, key: Tensor, value: Tensor) -> None:
+    expected = short_attention(query.double(), key.double(), value.double())
+    close(found, expected, query.dtype, 6e-3 if query.dtype == torch.bfloat16 else 1.5e-3)
+
+
+@pytest.mark.parametrize("dtype", DESCRIBED)
+@pytest.mark.parametrize(("queries", "keys", "count", "width"), SIZES)
+def test_attends(queries: int, keys: int, count: int, width: int, dtype: torch.dtype) -> None:
+    query = heads(2, queries, count, width, dtype=dtype, scale=2.0)
+    key, value = (heads(2, keys, count, width, dtype=dtype) for _ in range(2))
+    attends(short_attention(query, key, value), query, key, value)
+
+
+def test_reads_heads_where_they_lie_in_a_product() -> None:
+    query, key, value = heads(2, 65, 3, 2, 40).unbind(2)
+    found = short_attention(query, key, value)
+    attends(found, query, key, value)
+    # Nothing is copied, and what has other strides is.
+    assert all(attention_kernels._in_vectors(each) is each for each in (query, key, value))
+    scattered = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value)]
+    assert torch.equal(short_attention(*scattered), found)
+    shifted = heads(2 * 65 * 80 + 1)[1:].view(2, 65, 2, 40)
+    attends(short_attention(shifted, key, value), shifted, key, value)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    query, key = heads(1, 4, 1, 16, scale=40.0), heads(1, 120, 1, 16, scale=40.0)
+    attends(short_attention(query, key, key), query, key, key)
+    # All keys alike, and far below zero.
+    key = -query[:, :1].expand(1, 100, 1, 16)
+    value = heads(1, 100, 1, 16)
+    found = short_attention(query[:, :1], key, value)
+    torch.testing.assert_close(found, value.mean(1).flatten(1), rtol=2e-3, atol=2e-3)
+
+
+def test_no_queries() -> None:
+    key = heads(2, 77, 2, 40)
+    assert short_attention(key[:, :0], key, key).shape == (0, 80)
+    assert short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)
+
+
+def test_when_the_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    inner = attention_kernels.short_attention
+    monkeypatch.setattr(attention_kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
+    query, key = heads(2, 5, 2, 16), heads(2, 7, 2, 16)
+    attends(short_attention(query, key, key, None), query, key, key)
+    assert len(ran) == 1
+    long, odd, wide = heads(2, 129, 2, 16), heads(2, 7, 2, 12), heads(1, 7, 1, 264)
+    masked = torch.zeros(2, 1, 1, 7, device=DEVICE, dtype=query.dtype)
+    short_attention(query, key, key, masked)
+    short_attention(query, long, long, None)
+    short_attention(odd, odd, odd, None)
+    short_attention(wide, wide, wide, None)
+    short_attention(query.float(), key.float(), key.float(), None)
+    short_attention(query.clone().requires_grad_(), key, key, None).sum().backward()
+    assert len(ran) == 1
+
+
+def test_a_model_predicts_as_with_the_librarys(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":  # the other kernels have checks of their own, and take half a minute here
+        monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
+        monkeypatch.setattr(attention, "kernels_run", lambda *_: True)
+    ran: list[int] = []
+    inner = attention_kernels.short_attention
+    monkeypatch.setattr(attention_kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
+    model = zoo.create("unet-debug", device=DEVICE, dtype=torch.float16)
+    inputs = zoo.example_inputs(model, batch=2, size=8, tokens=5)
+    with torch.inference_mode():
+        found = model(**inputs).sample
+        count = len(ran)
+        monkeypatch.setattr(attention, "MOST_KEYS", 0)
+        expected = model(**inputs).sample
+    assert count == len(ran) > 0
+    assert (found - expected).float().norm() / expected.float().norm() < 3e-2

@@ -1,7 +1,5 @@
 """diffusers' UNets at a tiny size, with every weight drawn, and inputs to try them on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -133,7 +133,8 @@ class RegionCall:
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
             return module._call_impl(*args, **kwargs)
-        if own_class(module) is not type(module) and self.forward is self._class_forward and not self._in_hooks:
+        sharded = own_class(module) is not type(module) and not self._in_hooks
+        if sharded and self.forward is self._class_forward and "forward" not in module.__dict__:
             return self._inside_hooks(module, args, kwargs)
         lifted = self._lifted
         try:
@@ -167,8 +168,6 @@ class RegionCall:
             finally:
                 self._in_hooks = False
 
-        if "forward" in module.__dict__:
-            return module._call_impl(*args, **kwargs)
         module.__dict__["forward"] = forward
         try:
             return module._call_impl(*args, **kwargs)

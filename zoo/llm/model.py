@@ -171,20 +171,28 @@ class LLMLayer(nn.Module):
         return torch.cat((q_norm(q), k_norm(k), v), dim=2).flatten(2), None, None, 0.0
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
-        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
+        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks.
+
+        Layers of ``zoo.training.tensor_parallel`` are products with this process's part of a weight.
+        """
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
         if not all(norm is None or is_unmodified(norm, RMSNorm) for norm in norms):
             return False
-        return all(map(is_unmodified, products)) and decodes(x, cache, *(product.weight for product in products))
+        for product in products:
+            if not is_unmodified(product, type(product) if hasattr(product, "split_over") else nn.Linear):
+                return False
+        return decodes(x, cache, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
         head_norms = [None if each is None else each.weight for each in (self.q_norm, self.k_norm)]
+        add_parts, first = getattr(self.o_proj, "add_parts", None), getattr(self.o_proj, "is_first", True)
         return decode_layer(
             x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *head_norms, self.o_proj.weight,
             norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
+            add_parts, first,
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ def styles_of(model: nn.Module, ways: int, *, plain: bool) -> dict[str, Parallel
         ValueError: If the model has no such block, or a number of heads cannot be split in so many ways.
     """
     styles: dict[str, ParallelStyle] = {}
+    shared: dict[Any, Tensor] = {}
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
             width, inner = block.head_dim, block.gate_up_proj.out_features // 2
@@ -52,7 +53,7 @@ def styles_of(model: nn.Module, ways: int, *, plain: bool) -> dict[str, Parallel
                 raise ValueError(f"{name} has {what} {size}, which tp={ways} does not divide: take a divisor of {size}")
         styles[name] = _Heads()
         styles.update({f"{name}.{layer}": _Split(0, parts, plain=plain) for layer, parts in columns.items()})
-        styles.update({f"{name}.{layer}": _Split(1, plain=plain) for layer in rows})
+        styles.update({f"{name}.{layer}": _Split(1, plain=plain, shared=shared) for layer in rows})
         norms = [norm for norm in ("q_norm", "k_norm") if getattr(block, norm, None) is not None]
         styles.update({f"{name}.{norm}": _HeadNorm() for norm in norms if getattr(block, norm).weight.requires_grad})
     if not styles:
@@ -104,11 +105,25 @@ class RowLinear(nn.Linear):
 
     split_over: DeviceMesh
     group: str
+    is_first: bool
+    shared: Tensor | None  # memory that all processes of a host reach
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by this process's columns, add up what all processes have, then the bias."""
-        out = _sum(F.linear(x, to_local(self.weight)), self.split_over, self.group)
+        out = self.add_parts(F.linear(x, to_local(self.weight)))
         return out if self.bias is None else out + to_local(self.bias).to(out.dtype)
+
+    def add_parts(self, part: Tensor) -> Tensor:
+        """The sum over all processes, by one all-reduce: of few numbers in one kernel, which reads all parts."""
+        if torch.is_grad_enabled():
+            parts = DTensor.from_local(part, self.split_over, [Partial()], run_check=False)
+            return parts.redistribute(placements=[Replicate()]).to_local()
+        shared = self.shared
+        if shared is not None and part.dtype == shared.dtype and part.numel() <= shared.numel():
+            place = shared[: part.numel()].view(part.shape)
+            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, part.contiguous(), "sum", self.group)  # type: ignore[no-any-return]
+        summed: Tensor = torch.ops._c10d_functional.all_reduce(part, "sum", self.group)
+        return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
 
 
 class HeadNorm(RMSNorm):
@@ -128,15 +143,6 @@ def _alike(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def _sum(x: Tensor, mesh: DeviceMesh, group: str) -> Tensor:
-    """The sum over all processes, by one all-reduce."""
-    if torch.is_grad_enabled():
-        parts = DTensor.from_local(x, mesh, [Partial()], run_check=False)
-        return parts.redistribute(placements=[Replicate()]).to_local()
-    summed: Tensor = torch.ops._c10d_functional.all_reduce(x, "sum", group)
-    return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
-
-
 class _HeadNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _turn_into(HeadNorm, module, device_mesh)
@@ -153,9 +159,11 @@ class _Split(ParallelStyle):
     tensor, which costs the host less in every call; only a state dict has it as a DTensor.
     """
 
-    def __init__(self, dim: int, parts: Sequence[int] = (), *, plain: bool) -> None:
+    def __init__(
+        self, dim: int, parts: Sequence[int] = (), *, plain: bool, shared: dict[Any, Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self._dim, self._parts, self._plain = dim, parts, plain
+        self._dim, self._parts, self._plain, self._shared = dim, parts, plain, shared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         order = module.row_order = _order(self._parts, device_mesh.size()) if self._parts else None  # type: ignore[assignment]
@@ -170,6 +178,9 @@ class _Split(ParallelStyle):
         module.placements = placements  # type: ignore[assignment]
         module.register_state_dict_post_hook(_to_file)
         module.register_load_state_dict_pre_hook(_from_file)
+        if self._shared is not None:
+            module.is_first = device_mesh.get_local_rank() == 0  # type: ignore[assignment]
+            module.shared = _shared_memory(module.weight, device_mesh, self._shared)  # type: ignore[assignment]
         return _turn_into(RowLinear if self._dim else ColumnLinear, module, device_mesh)
 
 
@@ -177,6 +188,24 @@ def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> nn.
     module.__class__ = cls
     module.split_over, module.group = mesh, mesh.get_group().group_name  # type: ignore[assignment]
     return module
+
+
+# Rows that are summed in one kernel.
+SHARED_ROWS = 32
+
+
+def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Tensor]) -> Tensor | None:
+    """Memory of all processes for few rows of a product, where the group has it and the weight does not learn."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = mesh.get_group()
+    if isinstance(weight, DTensor) or not symmetric.is_symm_mem_enabled_for_group(group.group_name):
+        return None
+    key = weight.dtype, len(weight)
+    if key not in made:
+        made[key] = symmetric.empty(SHARED_ROWS * len(weight), dtype=weight.dtype, device=weight.device)
+        symmetric.rendezvous(made[key], group)
+    return made[key]
 
 
 def _order(parts: Sequence[int], ways: int) -> Tensor:

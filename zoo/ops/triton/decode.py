@@ -19,6 +19,7 @@ G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a h
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -274,14 +275,17 @@ def decode_layer(
     x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
     qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,
     gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
+    add_parts: Callable[[Tensor], Tensor] | None = None, first: bool = True,
 ) -> Tensor:  # fmt: skip
     """See ``zoo/ops/attention.py``."""
     overlap = can_overlap(x.device)
     qkv = linear(x, qkv_weight, overlap, norm, eps, qkv_bias)
     mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
-    x = linear(mixed, o_weight, overlap, residual=x)
+    x = linear(mixed, o_weight, overlap, residual=x if first else None)
+    x = x if add_parts is None else add_parts(x)
     hidden = linear(x, gate_up_weight, overlap, norm_after, eps, gated=True)
-    return linear(hidden, down_weight, overlap, residual=x)
+    x = linear(hidden, down_weight, overlap, residual=x if first else None)
+    return x if add_parts is None else add_parts(x)
 
 
 # Logits of a program.
