@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,10 +37,11 @@ from benchmarks.families import Prepared, Workload
 from benchmarks.families.base import tensors
 from benchmarks.families.llm_arms import ZooDecode, ZooStep
 from benchmarks.plan import Case, refusal
-from benchmarks.record import Steady, Store
-from benchmarks.report.cells import significant
+from benchmarks.record import Rows, Steady, Store
+from benchmarks.report.cells import NOTHING, significant
+from benchmarks.report.model import machine_name
 from benchmarks.report.show import print_table
-from benchmarks.report.tables import filled
+from benchmarks.report.tables import filled, markdown
 from benchmarks.strategies import READY_BATCHES, make_optimizer, plain_step
 from benchmarks.timing import ROUND_MS, back_to_back, once
 from zoo.bert import Bert
@@ -327,10 +329,8 @@ def _training_step(case: Case, model: nn.Module, prepared: Prepared) -> Callable
     )  # fmt: skip
 
 
-def _conclude(rows: Sequence[Row], console: Console) -> None:
-    """A table of the arms, and what it says."""
-    if not rows:
-        return
+def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
+    """What the arms of one model did: a title, the head and a line an arm."""
     case, unit = rows[0].case, rows[0].of_ranks[0].unit or "calls"
     columns: dict[str, Callable[[Row], str]] = {
         "arm": lambda row: row.case.arm,
@@ -339,13 +339,39 @@ def _conclude(rows: Sequence[Row], console: Console) -> None:
         "scaling": lambda row: significant(row.scaling),
         "graphs": lambda row: _by_rank([str(each.graphs) for each in row.of_ranks]),
         "GiB": lambda row: _by_rank([f"{each.allocated / 2**30:.1f}" for each in row.of_ranks if each.allocated]),
-        "last loss": lambda row: f"{row.losses[-1]:.4f}" if row.losses else "–",
+        "last loss": lambda row: f"{row.losses[-1]:.4f}" if row.losses else NOTHING,
         "error": lambda row: significant(row.error),
     }
-    table = [[text(row) for text in columns.values()] for row in rows]
     said = f"{case.model} on {case.input}, {case.workload}, {case.dtype}: {rows[0].parallel} on {rows[0].ranks} ranks"
-    console.print(f"\n{said}, {unit} a second of each; scaling is over one process", markup=False, highlight=False)
-    print_table(console, "", filled(list(columns), table))
+    title = f"{said}, {unit} a second of each; scaling is over one process"
+    return title, *filled(list(columns), [[text(row) for text in columns.values()] for row in rows])
+
+
+def tables(rows: Rows) -> str:
+    """Markdown of rows of several GPUs: a table a model and input, and below it the machine and the command."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows.parallel:
+        if row["status"] == "ok":
+            read: Row = TypeAdapter(Row).validate_python({key: value for key, value in row.items() if key != "kind"})
+            found.setdefault((*read.case.race, read.parallel, str(read.ranks)), []).append(read)
+    parts = []
+    for arms in found.values():
+        title, head, lines = _table(arms)
+        environment = rows.environments.get(arms[0].environment or "", {})
+        where, commit = machine_name(environment, arms[0].case.device), str(environment.get("commit"))[:10]
+        commands = "\n".join(dict.fromkeys((row.command or "").split(" --arm ")[0] for row in arms))
+        parts += [f"**{title}**", markdown(head, lines), f"{where}, commit {commit}.", f"```sh\n{commands}\n```"]
+    return "\n\n".join(parts)
+
+
+def _conclude(rows: Sequence[Row], console: Console) -> None:
+    """A table of the arms, and what it says."""
+    if not rows:
+        return
+    unit = rows[0].of_ranks[0].unit or "calls"
+    title, head, lines = _table(rows)
+    console.print(f"\n{title}", markup=False, highlight=False)
+    print_table(console, "", (head, lines))
     best = max(rows, key=lambda row: row.per_rank)
     scaled = "" if best.scaling is None else f", {significant(best.scaling)} times one process"
     said = f"{best.case.arm} is fastest: {significant(best.per_rank)} {unit} a second of each rank{scaled}."

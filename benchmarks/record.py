@@ -376,6 +376,7 @@ class Rows:
     environments: dict[str, dict[str, Any]]  # by the id that rows name
     extra: dict[str, list[Result]] = field(default_factory=dict)  # by name, of races that answer one question each
     starts: list[Start] = field(default_factory=list)
+    parallel: list[Row] = field(default_factory=list)  # of ``benchmarks.parallel``, as they are
 
     def environment(self, result: Result | Start) -> dict[str, Any]:
         """The environment of a result; empty where the row names none."""
@@ -400,6 +401,7 @@ def load(path: Path) -> Rows:
     environments: dict[str, dict[str, Any]] = {}
     newest: dict[str, dict[tuple[str, ...], Result]] = {"": {}}
     starts: list[Start] = []
+    parallel: list[Row] = []
     for file in files:
         found = newest.setdefault(_extra_name(file, path), {})
         store = Store(file)
@@ -409,6 +411,8 @@ def load(path: Path) -> Rows:
             ids[name] = f"{name} of {file}" if taken else name  # ids are unique within a file only
             environments[ids[name]] = environment
         starts += [replace(each, environment=ids.get(each.environment or "")) for each in store.starts()]
+        spread = (row for row in store.rows() if row.get("kind") == "parallel")
+        parallel += [{**row, "environment": ids.get(row["environment"])} for row in spread]
         for result in store.results():
             result.environment = ids.get(result.environment or "")
             environment = environments.get(result.environment or "", {})
@@ -417,7 +421,8 @@ def load(path: Path) -> Rows:
             if known is None or _time(environment) >= _time(environments.get(known.environment or "", {})):
                 found[what] = result
     results = list(newest.pop("").values())
-    return Rows(results, environments, {name: list(found.values()) for name, found in newest.items()}, starts)
+    extra = {name: list(found.values()) for name, found in newest.items()}
+    return Rows(results, environments, extra, starts, parallel)
 
 
 def load_run(path: Path) -> Rows:

@@ -31,6 +31,7 @@ from benchmarks.report.model import (
     MeasuredRace,
     commands_of,
     extra_races,
+    machine_name,
     machines,
     option,
     races_of,
@@ -201,7 +202,14 @@ def _front(spec: Spec, rows: Rows) -> str:
     first = _first_races(spec.options, rows)
     on = dict.fromkeys(race.machine for race in first.values() if race is not None)
     said = f"\n\n{'; '.join(on)}; bfloat16 unless a name says float32." if on else ""
-    return tables.markdown(*tables.front(first)) + said
+    starts = [start for start in rows.starts if machine_name(rows.environment(start), start.case.device) in on]
+    return tables.markdown(*tables.front(first, starts)) + said
+
+
+def _parallel(spec: Spec, rows: Rows) -> str:
+    from benchmarks import parallel  # and with it torch.distributed, for this table alone
+
+    return parallel.tables(rows)
 
 
 def _first_races(options: Mapping[str, str], rows: Rows) -> dict[str, MeasuredRace | None]:
@@ -365,6 +373,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[[Spec, Rows], str]]] = {
     "brief": (SELECTING, _headline),
     "claims": ((), _claims),
     "startup": (SELECTING, lambda spec, rows: deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")),
+    "parallel": ((), _parallel),
     "arms": (("extra",), _arms),
     "race": (OF_RACE, _of_race(_race)),
     "compile": (OF_RACE, _of_race(_compile)),

@@ -39,6 +39,11 @@ def is_tuned(case: Case) -> bool:
     return case.impl.startswith("upstream") and not is_shipped(case) and not case.control
 
 
+def machine_name(environment: Mapping[str, Any], device: str) -> str:
+    """An environment in words: ``NVIDIA H200, torch 2.11.0+cu130``."""
+    return f"{device_name(dict(environment), device)}, torch {environment.get('torch', 'unknown')}"
+
+
 @dataclass(frozen=True, eq=False)
 class MeasuredArm:
     """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced).
@@ -141,8 +146,8 @@ class MeasuredRace:
 
     @property
     def machine(self) -> str:
-        """The environment in words: ``NVIDIA H200, torch 2.11.0+cu130``."""
-        return f"{device_name(self.environment, self.case.device)}, torch {self.environment.get('torch', 'unknown')}"
+        """The environment in words."""
+        return machine_name(self.environment, self.case.device)
 
     @property
     def unit(self) -> str | None:
