@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 bench: $(INSTALLED)
-	$(RUN) -m benchmarks.run --family gnn $(ARGS)
+	$(RUN) -m benchmarks.run --family gnn --quick $(ARGS)
 
 # A thread a worker: more only makes them wait for each other.
 test test-all: export OMP_NUM_THREADS ?= 1
