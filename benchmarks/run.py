@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,9 +41,6 @@ def main(
     workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if omitted.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
-    dynamic: Annotated[
-        bool, typer.Option("--dynamic", help="Add an arm with dynamic shapes per compiled arm.")
-    ] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit in seconds for one step of an arm.")] = 900.0,
     resume: Annotated[bool, typer.Option("--resume", help="Skip arms done in --out or the newest run.")] = False,
@@ -89,7 +85,7 @@ def main(
     if parallel:
         from benchmarks import parallel as processes
 
-        if impl or strategy or mode or dynamic or curve or resume or list_:
+        if impl or strategy or mode or curve or resume or list_:
             raise UsageError("--parallel: arms are chosen by --arm and measured anew; leave out other options")
         return processes.main(
             loaded,
@@ -109,7 +105,6 @@ def main(
         impls=pick("--impl", impl or [], IMPLEMENTATION_NAMES),
         strategies=pick("--strategy", strategy or [], STRATEGY_NAMES),
         modes=pick("--mode", mode or [], MODES),
-        dynamic=dynamic,
     )
     if not cases and not refused and arm:
         raise UsageError(f"--arm: no arm matches {', '.join(map(repr, arm))}; --list shows their names")
@@ -189,8 +184,6 @@ def _command(family: str, case: Case, settings: Settings) -> str:
     words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
     words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
     words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
-    # --dynamic alone would measure the static arm too.
-    words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
     words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
     words += ["--rounds", str(settings.rounds)]
     words += ["--curve", str(settings.curve)] if settings.curve else []

@@ -56,7 +56,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--family FAKE --data-root /no/such/folder", "is not a folder"),
         ("--family FAKE --impl upstream-tuned", "tuning a fake is pointless"),
         ("--family FAKE --strategy regional --mode reduce-overhead", "full alone"),
-        ("--family FAKE --strategy eager --dynamic --arm *dynamic", "no arm matches '*dynamic'"),
+        ("--family FAKE --strategy eager --arm *dynamic", "no arm matches '*dynamic'"),
     ],
 )
 def test_a_wrong_option_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixture[str], arguments: str, message: str):
@@ -116,10 +116,10 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--device", "cpu", "--dynamic"),
-        ("--device", "cuda", "--dynamic"),
-        ("--device", "cuda", "--dynamic", "--impl", "zoo,zoo-library", "--arm", "*dynamic"),
-        ("--device", "cuda", "--strategy", "full", "--mode", "max-autotune-no-cudagraphs", "--dynamic"),
+        ("--device", "cpu"),
+        ("--device", "cuda"),
+        ("--device", "cuda", "--impl", "zoo,zoo-library", "--strategy", "full,full+dynamic", "--arm", "*dynamic"),
+        ("--device", "cuda", "--strategy", "full+dynamic", "--mode", "max-autotune-no-cudagraphs"),
     ],
 )
 def test_a_rows_command_measures_that_row_and_no_other(
@@ -127,7 +127,6 @@ def test_a_rows_command_measures_that_row_and_no_other(
 ):
     plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
     settings = settings_in(tmp_path)
-    assert any(case.dynamic for case in plan.cases)
     for case in plan.cases:
         words = shlex.split(plan.command(case, settings))
         assert words[:3] == ["python", "-m", "benchmarks.run"]
