@@ -72,16 +72,10 @@ class Progress:
     """The time left follows from the seconds planned for the whole run, and from how long things took so far."""
 
     def __init__(self, console: Console, planned: float) -> None:
-        self.console = console
-        self.planned = max(planned, 1.0)
-        self.done = 0.0
-        self._current = 0.0
+        self.console, self.planned = console, max(planned, 1.0)
+        self.done = self._current = 0.0
         self._what = ""
         self._began = self._told = time.monotonic()
-
-    def race(self, name: str) -> None:
-        """A race starts; what begins from now on belongs to it."""
-        self.console.print(name)
 
     def begin(self, what: str, seconds: float) -> None:
         """What was going on is over; this starts, planned to take ``seconds``."""
@@ -94,15 +88,11 @@ class Progress:
         if share < 1 and time.monotonic() - self._told >= LINE_SECONDS:
             self._tell(self.done + share * self._current, f"{self._what}, {100 * share:.0f} %")
 
-    def left(self, done: float) -> float:
-        """Seconds that the rest may take, so many of the planned ones being done."""
-        # The plan counts for half a minute of its own, so that the first processes do not swing the estimate.
-        pace = (time.monotonic() - self._began + 30.0) / (done + 30.0)
-        return max(0.0, self.planned - done) * pace
-
     def _tell(self, done: float, what: str) -> None:
         self._told = time.monotonic()
-        left = f"about {words(self.left(done))} left"
+        # The plan counts for half a minute of its own, so that the first processes do not swing the estimate.
+        pace = (self._told - self._began + 30.0) / (done + 30.0)
+        left = f"about {words(max(0.0, self.planned - done) * pace)} left"
         line, room = f"  [{100 * done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
         line = line if len(line) <= room else line[: room - 1] + "…"
         self.console.print(f"{line}, {left}")

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks import stats
@@ -26,10 +25,11 @@ from benchmarks.cli import UsageError, run_command
 from benchmarks.record import Compile, Result, Rows, device_name, load_run
 from benchmarks.report import cells
 from benchmarks.report.model import races
+from benchmarks.report.show import print_table
 from benchmarks.stats import Ratio, Verdict
 from zoo.advise import UNUSABLE, unusable
 
-STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
+HEAD = ("arm", "old ms", "new ms", "speed-up", "verdict")
 NOISY = 4
 COUNTS = "Exit 1 as well where graphs, breaks or recompiles grew."
 MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
@@ -163,19 +163,16 @@ def render(changes: Sequence[Change], console: Console) -> None:
             groups.setdefault(change.row.case.race, []).append(change)
     for race, group in groups.items():
         console.print(Text("\n" + " · ".join(race[1:]), style="bold"))
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("arm", overflow="fold", min_width=20)
-        for column in ("old ms", "new ms", "speed-up", "verdict"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for change in group:
-            said = "fails" if change.newly_failing else change.verdict or cells.NOTHING
-            table.add_row(
-                Text(change.row.case.arm),
-                *(Text(cells.significant(_p50(row))) for row in (change.old, change.new)),
-                Text(cells.interval(change.ratio)),
-                Text(said, style=STYLES.get(said, "")),
-            )
-        console.print(table)
+        lines = [
+            [
+                change.row.case.arm,
+                *(cells.significant(_p50(row)) for row in (change.old, change.new)),
+                cells.interval(change.ratio),
+                "fails" if change.newly_failing else change.verdict or cells.NOTHING,
+            ]
+            for change in group
+        ]
+        print_table(console, "", (list(HEAD), lines))
         for change in group:
             if change.notes:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
@@ -256,9 +253,5 @@ def command(
     return NOISY if any(change.noise is not None and _loud(change.noise) for change in both) else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.compare", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(command, "python -m benchmarks.compare"))

@@ -37,31 +37,28 @@ def run_race(
     progress: Progress,
     emit: Callable[[Result], None],
     *,
-    memory_bytes: Callable[[Case], int],
-    running_bytes: Callable[[Case], int] | None = None,
+    memory_bytes: Callable[..., int],
     peaks: Mapping[str, Any],
 ) -> None:
     """Measure the arms of one race and hand each row to ``emit`` as it is ready; a failure is a row too.
 
-    ``memory_bytes`` and ``running_bytes`` are the workload's estimates of an arm's peak with and without the reference,
-    ``peaks`` the peak rates of this device.
+    ``memory_bytes`` is the workload's estimate of an arm's peak, ``peaks`` the peak rates of this device.
     """
     arms = _arms(cases, settings)
-    emitted: set[str] = set()
+    waiting = list(arms)
 
     def hand_out(arm: ArmRun) -> None:
-        if arm.case.key not in emitted:
-            emitted.add(arm.case.key)
+        if arm in waiting:
+            waiting.remove(arm)
             emit(arm.result)
 
     def hand_out_failures() -> None:
-        for arm in arms:
-            if not arm.ok and arm.case.key not in emitted:
-                progress.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
-                hand_out(arm)
+        for arm in [arm for arm in waiting if not arm.ok]:
+            progress.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
+            hand_out(arm)
 
     try:
-        groups = _groups(arms, settings, memory_bytes, running_bytes or memory_bytes)
+        groups = _groups(arms, settings, memory_bytes)
         # Arms that cannot race side by side cannot get ready so either; the last group may only be what was left over.
         at_once = min((len(group) for group in groups[:-1] or groups), default=1)
         settings = replace(settings, ahead=min(settings.ahead, max(1, at_once)))
@@ -108,12 +105,7 @@ def _safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
 
-def _groups(
-    arms: Sequence[ArmRun],
-    settings: Settings,
-    memory_bytes: Callable[[Case], int],
-    running_bytes: Callable[[Case], int],
-) -> list[list[ArmRun]]:
+def _groups(arms: Sequence[ArmRun], settings: Settings, memory_bytes: Callable[..., int]) -> list[list[ArmRun]]:
     """Groups of arms that fit in memory side by side; one arm of the first group also computes the reference output.
 
     Where not all fit, each group holds the reference arm again, to be paired with it, unless an arm does not fit beside
@@ -123,7 +115,8 @@ def _groups(
     needs, running = {}, {}
     for arm in arms:
         try:
-            needs[arm.case.key], running[arm.case.key] = memory_bytes(arm.case), running_bytes(arm.case)
+            needs[arm.case.key] = memory_bytes(arm.case, reference=True)
+            running[arm.case.key] = memory_bytes(arm.case, reference=False)
         except Exception as error:
             arm.fail("failed", f"its memory could not be estimated: {type(error).__name__}: {error}")
             continue

@@ -96,35 +96,20 @@ class Case:
 
 def refusal(case: Case) -> str | None:
     """Why no workload can have such an arm, or None."""
-    for what, value, known in (
-        ("implementation", case.impl, IMPLEMENTATIONS),
-        ("strategy", case.strategy, STRATEGIES),
-        ("mode", case.mode, MODES),
-    ):
-        if value not in known:
-            return f"{what} {value!r} is not one of {', '.join(known)}"
-    if not case.kernels and case.device == "cpu":
-        return "on a CPU the zoo runs no kernels of its own, so this arm equals zoo"
-    if case.strategy == "eager":
-        if case.mode != "default":
-            return f"eager is not compiled, so mode {case.mode} does not apply"
-        if case.dynamic:
-            return "eager is not compiled, so dynamic shapes do not apply"
-    if case.strategy == "hierarchical" and case.impl != "zoo":
-        return "hierarchical needs the declared regions of a zoo model"
-    if case.mode in CUDA_GRAPH_MODES:
-        if case.strategy != "full":
-            return f"{case.mode} records a CUDA graph for each compiled block; it is for full alone"
-        if case.cuda_graph:
-            return f"{case.mode} records CUDA graphs itself; leave out +cudagraph"
-        if case.device == "cpu":
-            return f"{case.mode} needs a GPU"
-    if case.cuda_graph:
-        if case.device == "cpu":
-            return "a CPU has no CUDA graphs"
-        if case.dynamic:
-            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
-    return None
+    cpu, eager, parts = case.device == "cpu", case.strategy == "eager", case.strategy != "full"
+    theirs, records = case.impl != "zoo", case.mode in CUDA_GRAPH_MODES
+    reasons = {
+        "on a CPU the zoo runs no kernels of its own, so this arm equals zoo": cpu and not case.kernels,
+        f"eager is not compiled, so mode {case.mode} does not apply": eager and case.mode != "default",
+        "eager is not compiled, so dynamic shapes do not apply": eager and case.dynamic,
+        "hierarchical needs the declared regions of a zoo model": theirs and case.strategy == "hierarchical",
+        f"{case.mode} records a CUDA graph for each compiled block; it is for full alone": records and parts,
+        f"{case.mode} records CUDA graphs itself; leave out +cudagraph": records and case.cuda_graph,
+        f"{case.mode} needs a GPU": records and cpu,
+        "a CPU has no CUDA graphs": case.cuda_graph and cpu,
+        "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured": case.cuda_graph and case.dynamic,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def arms_of(

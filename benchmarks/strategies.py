@@ -144,7 +144,7 @@ class Trainer:
 
     def captured(self, call: Callable[..., Any]) -> Step:
         """The same under our outer CUDA graph; captured when this returns."""
-        step = self._our_step(call, cuda_graph=True)
+        step = our_step(call, self._training, self._optimizer, cuda_graph=True)
         for batch in itertools.cycle(self._lying):
             step(batch)
             if len(step.captured) == self.shapes:
@@ -193,22 +193,18 @@ class Trainer:
 
     def _step(self, call: Callable[..., Any]) -> Step:
         if self._case.impl == "zoo":
-            step = self._our_step(call, cuda_graph=False)
+            step = our_step(call, self._training, self._optimizer, cuda_graph=False)
             return lambda: step(next(self._batches))
         return lambda: plain_step(call, self._training, self._optimizer, next(self._batches))
 
-    def _our_step(self, call: Callable[..., Any], *, cuda_graph: bool) -> TrainingStep:
-        assert isinstance(call, nn.Module)
-        training = self._training
-        return TrainingStep(
-            call,
-            training.loss,
-            self._optimizer,
-            autocast=training.autocast,
-            cuda_graph=cuda_graph,
-            warmup=2,
-            most_graphs=self.shapes,
-        )
+
+def our_step(
+    call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, *, cuda_graph: bool
+) -> TrainingStep:
+    """The zoo's step, which holds a CUDA graph for each declared shape."""
+    assert isinstance(call, nn.Module)
+    graphs: dict[str, Any] = {"cuda_graph": cuda_graph, "warmup": 2, "most_graphs": max(1, len(training.shapes))}
+    return TrainingStep(call, training.loss, optimizer, autocast=training.autocast, **graphs)
 
 
 def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:

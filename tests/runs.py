@@ -52,7 +52,7 @@ def rows_of(
     *cases: Case,
     notes: Any = None,
     rows: dict[str, Result] | None = None,
-    memory_bytes: Callable[[Case], int] = lambda case: 1,
+    memory_bytes: Callable[..., int] = lambda case, reference: 1,
 ) -> dict[str, Result]:
     """The rows of one race by arm; also in ``rows``, for races that do not end."""
     found: dict[str, Result] = {} if rows is None else rows

@@ -1,11 +1,15 @@
+import functools
 from pathlib import Path
 
 import pytest
 
 from benchmarks import compare
-from benchmarks.compare import Change, main
+from benchmarks.cli import run_command
+from benchmarks.compare import Change
 from benchmarks.record import Result, Rows
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, write
+
+main = functools.partial(run_command, compare.command, "compare")
 
 
 def _compared(old: list[Result], new: list[Result]) -> dict[str, Change]:

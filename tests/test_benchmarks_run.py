@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cli import run_command
-from benchmarks.measure import Run
+from benchmarks.measure import Run, command_of
 from benchmarks.process import ROOT
 from benchmarks.record import Store
 from benchmarks.run import main
@@ -128,7 +128,7 @@ def test_a_rows_command_measures_that_row_and_no_other(
     plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
     settings = settings_in(tmp_path)
     for case in plan.cases:
-        words = shlex.split(plan.command(case, settings))
+        words = shlex.split(command_of(case, settings))
         assert words[:3] == ["python", "-m", "benchmarks.run"]
         assert planned(monkeypatch, *words[3:]).cases == [replace(case, control=False)]
 

@@ -131,11 +131,11 @@ def attempt(
     monkeypatch.setattr(measure, "run_race", measured)
     monkeypatch.setattr(measure, "_environment", lambda plan, settings, *_: ({**ENVIRONMENT, "peaks": {}}, settings))
     console = Console(file=io.StringIO(), width=80)
-    plan = Run(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", cases, {}, out)
     plan.skip_done(resume=resume)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
+        code = measure.measure(plan, settings, console)
     finally:
         signal.signal(signal.SIGTERM, before)
     return code, console.file.getvalue().replace("\n", ""), plan.stores()[0].results()
@@ -286,7 +286,7 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
 )
 def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(settings, model, status, remedy):
     (result,) = rows_of(settings, replace(EAGER, model=model)).values()
-    assert result.status == status and (result.status in run.BROKEN) == (model == "full")
+    assert result.status == status and (result.status in measure.BROKEN) == (model == "full")
     assert re.search(remedy, result.reason or "")
     assert Result.from_json(result.to_json()) == result
 
@@ -296,7 +296,7 @@ def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
 
 def begin(out: Path, settings: Settings) -> None:
     """What a run does before it measures anything."""
-    plan = Run(WORKLOAD, "cpu", [CASE], {}, out, lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", [CASE], {}, out)
     measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
 
 

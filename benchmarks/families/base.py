@@ -113,6 +113,15 @@ class Prepared:
         return replace(self, model=self.model.requires_grad_(True).train(), inputs={}, static=(), **changes)
 
 
+# Of convolutions in training: what must be moved beside ``given``, which needs no gradient, and what is left out.
+TRAINING_BYTES_FORMULA = (
+    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
+    "which reads two of input, output and weights and writes the third; what is given needs no gradient. And 32 bytes "
+    "a weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. "
+    "Left out, so that it is a lower bound: statistics of norms, which need a pass of their own."
+)
+
+
 class Workload:
     """Base class of a family's workload. Each family's file makes one instance, ``WORKLOAD``.
 
@@ -169,24 +178,14 @@ class Workload:
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist (no row is made for it), or None."""
-        for what, value, known in (
-            ("model", case.model, self.models),
-            ("input", case.input, self.inputs),
-            ("workload", case.workload, self.workloads),
-            ("dtype", case.dtype, self.dtypes(case.device)),
-        ):
-            if value not in known:
-                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+        if case.workload not in self.workloads:
+            return f"workload {case.workload!r} is not one of {', '.join(self.workloads)}"
         unscaled = case.workload == "train" and case.dtype == "float16" and self.autocasts
         return refusal(case) or self.cannot(case) or (UNSCALED if unscaled else None)
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated."""
-        return self.estimate(case, reference=True) + PROCESS_BYTES
-
-    def running_bytes(self, case: Case) -> int:
-        """The same without the reference: what the arms need side by side."""
-        return self.estimate(case, reference=False) + PROCESS_BYTES
+    def memory_bytes(self, case: Case, *, reference: bool) -> int:
+        """Estimated peak device memory of the case's process in bytes, before anything is allocated."""
+        return self.estimate(case, reference=reference) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """What :meth:`build` returns, in the worker process; ValueError on a case that :meth:`refuses` names."""
@@ -243,6 +242,12 @@ def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
         with torch.device("meta"):
             _PARAMETERS[key] = count_parameters(build(config))
     return _PARAMETERS[key]
+
+
+def encoder_sizes(build: Callable[[Any], nn.Module], config: Any) -> dict[str, int]:
+    """What a reader needs to know of a model of equal layers."""
+    layers, width = config.num_hidden_layers, config.hidden_size
+    return {"layers": layers, "width": width, "parameters": parameters_of(build, config)}
 
 
 def upstream_regions(case: Case, compile: Callable[..., Any]) -> Callable[..., Any] | None:

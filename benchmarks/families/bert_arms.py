@@ -285,12 +285,6 @@ def reference_output(
 # --- what an encoder must do and move ---
 
 
-def model_sizes(config: BertConfig) -> dict[str, int]:
-    """What a reader needs to know of the model."""
-    layers, width = config.num_hidden_layers, config.hidden_size
-    return {"layers": layers, "width": width, "parameters": parameters_of(Bert, config)}
-
-
 def layer_weights(config: BertConfig) -> int:
     """Weights of one layer: four square products, two of the MLP, their biases, two norms."""
     width, inner = config.hidden_size, config.intermediate_size

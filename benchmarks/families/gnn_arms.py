@@ -88,12 +88,6 @@ def architecture(model: str, input: str, *, features: int, classes: int) -> Arch
     return Architecture(kind=model, features=features, hidden=hidden, layers=layers, classes=classes, heads=heads)
 
 
-def width_of(model: str) -> int | None:
-    """Width of the features that a model of one width takes, or None."""
-    deep = _DEEP.fullmatch(model)
-    return int(deep["width"]) if deep else None
-
-
 # --- torch-geometric's arms: as its users would run it, at its documented best, and as the reference ---
 
 

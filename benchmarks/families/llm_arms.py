@@ -401,11 +401,6 @@ def vocabulary(config: LLMConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def parameters(config: LLMConfig) -> int:
-    """All weights; tied ones once."""
-    return parameters_of(LLM, config)
-
-
 def flops(config: LLMConfig, task: Task) -> int:
     """Multiply-adds counted as two: products of every token, scores and their sums, the output product.
 
@@ -420,7 +415,7 @@ def flops(config: LLMConfig, task: Task) -> int:
 
 def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
     """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
-    weights = parameters(config) - (0 if config.tie_word_embeddings else vocabulary(config))
+    weights = parameters_of(LLM, config) - (0 if config.tie_word_embeddings else vocabulary(config))
     # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
     slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[str(task.kind)]
     logits = task.batch * config.vocab_size
@@ -444,15 +439,11 @@ class Words:
     def draw(self, task: Task, *, seed: int) -> Tensor:
         """[B, T] int64 on the CPU."""
         generator = torch.Generator().manual_seed(seed)
-        count = len(self.words)
-        drawn = torch.randint(count, (task.batch, task.length), generator=generator)
+        words = torch.randint(len(self.words), (task.batch, task.length), generator=generator)
         follows = torch.rand(task.batch, task.length, generator=generator) < FOLLOWED
-        follows[:, 0] = False
-        # Each token is so many steps behind the last one that was drawn freely; they are taken in powers of two.
-        places = torch.arange(task.length).expand(task.batch, -1)
-        free = places.masked_fill(follows, 0).cummax(1).values
-        words, steps, jump = drawn.gather(1, free), places - free, self.next
-        for bit in range(int(steps.max()).bit_length()):
-            words = torch.where((steps >> bit) % 2 == 1, jump[words], words)
-            jump = jump[jump]
-        return self.words[words]
+        rows, after = words.tolist(), self.next.tolist()
+        for row, follow in zip(rows, follows.tolist(), strict=True):
+            for place in range(1, task.length):
+                if follow[place]:
+                    row[place] = after[row[place - 1]]
+        return self.words[torch.tensor(rows)]

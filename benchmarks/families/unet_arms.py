@@ -5,6 +5,7 @@ Legend: B rows, C channels, H × W pixels of a level, L tokens of the text, D it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -148,8 +149,7 @@ def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.de
 # --- what a UNet must move and hold ---
 
 
-def parameters(config: UNetConfig) -> int:
-    return parameters_of(UNet, config)
+parameters = functools.partial(parameters_of, UNet)
 
 
 def model_sizes(config: UNetConfig) -> dict[str, int]:

@@ -63,9 +63,5 @@ def _show(paths: list[Path]) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.report", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(command, "python -m benchmarks.report"))

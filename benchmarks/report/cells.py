@@ -14,7 +14,7 @@ NOTHING = "–"
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
 EMPTY = ("", NOTHING, f"{NOTHING} → {NOTHING}", "not measured")
-OUTCOMES = ("faster", "slower", "undetermined", "reference")
+OUTCOMES = ("faster", "slower", "undetermined", "reference", "fails")
 
 
 # Numbers: three significant digits, and more only where they decide --------------------------------------------------

@@ -278,10 +278,10 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     theirs = dict(zip(reference.steady.rounds, first, strict=True))
     ours = dict(zip(arm.steady.rounds, second, strict=True))
     # Where memory does not hold all arms side by side they race in groups, of which each holds one of them again.
-    common = tuple(sorted(theirs.keys() & ours.keys()))
+    common = sorted(theirs.keys() & ours.keys())
     all_of_one = len(theirs) == len(first) and len(ours) == len(second) and len(common) in (len(theirs), len(ours))
     if reference.environment == arm.environment and all_of_one:
-        return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common), common, common)
+        return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common))
     return _unpaired(tuple(first), tuple(second))
 
 

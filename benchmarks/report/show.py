@@ -15,7 +15,7 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import cells, charts, tables
-from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
+from benchmarks.report.model import MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
 from zoo.advise import UNUSABLE, gain, unusable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ MOST_OPEN = 3  # races whose details are open from the start
 MOST_DRAWN = 24  # races that have charts of their own; with more, families are folded and their charts the overview
 SHORT_HEAD = 10
 NAME_WIDTH = 20  # of the first column in the terminal; longer names wrap
-STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
+STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim", "fails": "red"}
 MOST_NAMES = 3
 
 # The terminal. What does not fit side by side stands below ------------------------------------------------------------
@@ -175,7 +175,7 @@ def _prepared(race: MeasuredRace) -> list[str]:
 
 
 def lead(race: MeasuredRace) -> str:
-    """What to use, in plain words; losses are said as plainly as wins."""
+    """Which arm to run, in plain words; the tables say how it compares."""
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
     if not timed:
         return "No arm has a steady time and a correct output, so no advice is possible."
@@ -186,7 +186,7 @@ def lead(race: MeasuredRace) -> str:
     ratios = [race.speedup(arm, fastest) for arm in others]
     if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
         return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
-    said = [f"{fastest.name} is the fastest, {milliseconds}{_against_upstream(race, fastest)}."]
+    said = [f"{fastest.name} is the fastest, {milliseconds}."]
     if fastest.paid("cold") is None:
         said.append("Compile times were not measured here.")
     elif found := _steps(race, timed):
@@ -238,25 +238,3 @@ def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, M
             return chosen
         calls, _, index = min(ahead)
         chosen.append((int(calls), list(p50)[index]))
-
-
-def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
-    """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
-    if race.case.family not in UPSTREAM:
-        return ""  # a model of nobody's library: there is no upstream to hold it against
-    library = UPSTREAM[race.case.family]
-    if arm.result.case.impl != "zoo":
-        return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""
-    whose = library + ("'" if library.endswith("s") else "'s")
-    bests = [(race.best_shipped, "as shipped"), (race.best_tuned, "tuned")]
-    said = [f"{_compared(race, arm, best)} {whose} best {how}" for best, how in bests if best is not None]
-    return f", which is {' and '.join(said)}" if said else f"; no arm of {library} ran, so there is no comparison"
-
-
-def _compared(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> str:
-    ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
-    if ratio is None or verdict == "undetermined":
-        return "with no measurable difference to"
-    if verdict == "faster":
-        return f"{cells.times(ratio.value)} faster than"
-    return f"{cells.times(ratio.inverse.value)} slower than"
