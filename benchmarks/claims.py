@@ -236,10 +236,7 @@ class Place:
 
 
 def places(part: Part, shown: Sequence[MeasuredRace]) -> list[Place]:
-    """Where the part was measured; of several rows of one race, the first with its arms on the newest torch.
-
-    Where the part speaks of a mean, one place, or none unless all races were measured.
-    """
+    """Where the part was measured; of several rows of one race, the first with its arms on the newest torch."""
     ranked = sorted(newest(shown), key=torch_version, reverse=True)  # stable: of one release as they are given
     first: dict[tuple[str, ...], tuple[MeasuredRace, Measured | str]] = {}
     for wanted in part.races:

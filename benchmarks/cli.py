@@ -104,6 +104,6 @@ class Progress:
 
 def words(seconds: float) -> str:
     """A duration for people: ``40 s``, ``3 min``."""
-    if seconds < 90:
-        return f"{max(1, round(seconds / 5) * 5) if seconds > 10 else max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min"
+    if seconds >= 90:
+        return f"{round(seconds / 60)} min"
+    return f"{round(seconds / 5) * 5 if seconds > 10 else max(1, round(seconds))} s"

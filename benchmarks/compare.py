@@ -10,6 +10,7 @@ usage; 4 where nothing of this is seen, but the noise of a race is too large to 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -201,16 +202,11 @@ def _p50(result: Result | None) -> float | None:
 
 
 def fraction(text: str) -> float:
-    """``5%`` or ``0.05`` as 0.05. UsageError on anything else, and on a bare number of 1 or more."""
-    try:
-        value = float(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
+    """``5%`` as 0.05; UsageError on anything else."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if number is None:
         raise UsageError(f"--max-regression takes a percentage of at least 0, got {text!r}; write 5%")
-    if value >= 1 and not text.endswith("%"):
-        raise UsageError(f"--max-regression {text} would allow {value:.0%}; did you mean {text}%?")
-    return value
+    return float(number[1]) / 100
 
 
 def command(

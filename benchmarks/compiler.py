@@ -128,10 +128,7 @@ class Recorder:
             self._signatures[span].add((type(module), weights, inputs, module.training))
 
     def facts(self, *, whole: bool = False) -> Compile:
-        """Everything since the recorder was made or restarted.
-
-        ``whole`` says that one call was compiled as a whole, so that a second frame can only come from a break.
-        """
+        """Everything since the recorder was made or restarted."""
         records = self._dynamo.get_compilation_metrics()[self._seen :]
         now = self._snapshot()
 

@@ -44,7 +44,9 @@ def run_race(
 
     ``memory_bytes`` is the workload's estimate of an arm's peak, ``peaks`` the peak rates of this device.
     """
-    arms = _arms(cases, settings)
+    # Folders of caches: its twin's for a control, one for all where arms start together.
+    names = ["shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")) for case in cases]
+    arms = [ArmRun(case=case, folder=settings.scratch / name) for case, name in zip(cases, names, strict=True)]
     waiting = list(arms)
 
     def hand_out(arm: ArmRun) -> None:
@@ -90,15 +92,6 @@ def run_race(
         if not settings.steady_only:
             for arm in arms:
                 shutil.rmtree(arm.folder, ignore_errors=True)
-
-
-def _arms(cases: Sequence[Case], settings: Settings) -> list[ArmRun]:
-    """Each with the folder of its caches: its twin's for a control, one for all where arms start together."""
-
-    def folder(case: Case) -> Path:
-        return settings.scratch / ("shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")))
-
-    return [ArmRun(case=case, folder=folder(case)) for case in cases]
 
 
 def _safe(name: str) -> str:

@@ -172,10 +172,7 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
 
 
 def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
-    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU.
-
-    From here on, until ``stack`` is closed, no other run works on the GPU.
-    """
+    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU."""
     progress.begin("peak rates of the device", PEAKS_SECONDS[settings.quick])
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in run.cases) and not settings.steady_only
@@ -222,10 +219,7 @@ def _write(store: Store, row: Mapping[str, Any]) -> None:
 
 
 def _conclude(run: Run, console: Console, measured: set[str]) -> int:
-    """Print this run's tables and write the HTML report of all rows in their place; 1 if an arm of ours is broken.
-
-    ``measured`` are the keys of the cases measured now.
-    """
+    """Print this run's tables and write the HTML report of all rows in their place; 1 if an arm of ours is broken."""
     from benchmarks.report.show import folder_of_reports, render, write_html  # which measuring does not need
 
     results, environments = run.results()

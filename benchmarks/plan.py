@@ -115,11 +115,7 @@ def refusal(case: Case) -> str | None:
 def arms_of(
     base: Case, *, impls: Sequence[str] = (), strategies: Sequence[str] = (), modes: Sequence[str] = ()
 ) -> list[Case]:
-    """The arms that the options name, each value with each, on the model and input of ``base``.
-
-    An option left out takes the default arms' values. Arms that cannot exist are in the list: ``expand`` drops them and
-    says why.
-    """
+    """The arms that the options name, each value with each, on the model and input of ``base``."""
     gpu = base.device != "cpu"
     default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]
     fallback = [name for impl, name, _ in default if impl == "zoo"]  # of an implementation without default arms

@@ -240,10 +240,7 @@ def main() -> None:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """A worker's reply to a request that raised: status, and reason with a remedy if one is known.
-
-    What the error was raised from is considered too, since the compiler wraps errors. The traceback goes to stderr.
-    """
+    """A worker's reply to a request that raised: status, and reason with a remedy if one is known."""
     status, remedy = "failed", ""
     for cause in _causes(error):
         status, remedy = _typed(cause)

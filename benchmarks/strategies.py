@@ -70,10 +70,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
 
 
 def mark_nested_regions(model: nn.Module) -> None:
-    """Make every region of a zoo model a nested compile region, so that a full trace holds one body a signature.
-
-    The wrapper goes onto a class and not onto a bound method, which ``nested_compile_region`` does not take.
-    """
+    """Make every region of a zoo model a nested compile region, so that a full trace holds one body a signature."""
     nested = {
         cls: type(cls.__name__, (cls,), {"forward": torch.compiler.nested_compile_region(cls.forward)})
         for cls in {region.cls for region in declared_regions(model)}
@@ -169,10 +166,7 @@ class Trainer:
             self._batches = self._ready
 
     def losses(self, step: Step, count: int | None = None) -> Tensor:
-        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU.
-
-        ``count`` is by default the number of losses that are checked.
-        """
+        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU."""
         count = self._training.checked if count is None else count
         self._restart()
         self._batches = map(self._training.batch, range(count))

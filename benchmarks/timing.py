@@ -205,10 +205,7 @@ def _mean(name: str, times: Sequence[float], calls: int) -> Kernel:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its return type, template arguments and parameters.
-
-    Names of cuBLAS, cuDNN and Triton, which have none of these, stay as they are.
-    """
+    """A kernel's name without its return type, template arguments and parameters."""
     name = re.sub(r"[<>]=", "=", name.replace("(anonymous namespace)::", ""))  # a comparison opens no template
     while (described := WRAPPER.search(name)) is not None:
         name = described[1] + name[described.end() :]

@@ -90,10 +90,7 @@ class Handler:
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
-        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``.
-
-        Kernels that the eager call compiled are forgotten: the case's first call pays for them.
-        """
+        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``."""
         from benchmarks import compiler
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
@@ -178,10 +175,7 @@ class Handler:
         }
 
     def capture(self) -> Reply:
-        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it.
-
-        What is compiled here was not compiled by the first call: a recompile, whatever the compiler calls it.
-        """
+        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it."""
         self._reset_peak()
         with execution_mode(self.case):
             began = time.perf_counter()
@@ -331,10 +325,7 @@ class Handler:
         return {"losses": losses}
 
     def kernels(self) -> Reply:
-        """How many kernels one call launches and which take longest, by the profiler (None on a CPU).
-
-        And what was compiled during the race. Copies and fills are not kernels.
-        """
+        """How many kernels one call launches and which take longest, by the profiler (None on a CPU)."""
         recompiles = self._late()
         if self.device == "cpu":
             return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}

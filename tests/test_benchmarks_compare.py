@@ -125,7 +125,7 @@ def test_one_folder_with_two_devices_is_ambiguous(tmp_path: Path, capsys: pytest
     [
         (["{rows}"], "Missing argument"),
         (["{rows}", "{rows}", "--max-regresion", "3%"], "--max-regression"),
-        (["{rows}", "{rows}", "--max-regression", "5"], "did you mean 5%?"),
+        (["{rows}", "{rows}", "--max-regression", "5"], "got '5'; write 5%"),
         (["{rows}", "{rows}", "--max-regression", "five"], "got 'five'; write 5%"),
         (["{rows}", "{rows}", "--max-regression", "-1%"], "at least 0, got '-1%'"),
         (["{rows}", "{rows}.gz"], "does not exist; give a .jsonl file"),

@@ -168,9 +168,8 @@ class Workload:
         """(model, input) pairs of a plain run: full size on a GPU, one small pair on a CPU."""
         training = workload == "train"
         if device == "cpu":
-            return [(self.cpu_training if training else None) or self.cpu_race]
-        races = self.gpu_training if training else None
-        return list(races or (self.quick_races if quick else None) or self.gpu_races)
+            return [(training and self.cpu_training) or self.cpu_race]
+        return list((training and self.gpu_training) or (quick and self.quick_races) or self.gpu_races)
 
     def dtypes(self, device: str) -> tuple[str, ...]:
         """Supported dtypes, the default first."""
@@ -216,10 +215,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 def count_flops(model: nn.Module, *args: Any, backward: bool = False, **inputs: Any) -> int:
-    """Multiply-adds, counted as two, of the products and convolutions of a call; with those of its backward if asked.
-
-    The model and its inputs may be on the meta device: then nothing is computed.
-    """
+    """Multiply-adds, counted as two, of the products and convolutions of a call, with its backward if asked."""
     with torch.set_grad_enabled(backward), flop_counter() as counter:
         output = model(*args, **inputs)
         if backward:
@@ -349,10 +345,7 @@ class SeededWeights(Mapping[str, Tensor]):
 
 
 def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWeights, placements: Any) -> Any:
-    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them.
-
-    No gradients are computed of them.
-    """
+    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them."""
     from zoo.weights import fill
 
     with torch.device("meta"):

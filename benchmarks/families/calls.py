@@ -70,10 +70,7 @@ class Blocks(nn.Module):
 
 
 class CallsWorkload(Workload):
-    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says.
-
-    Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure.
-    """
+    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says."""
 
     family = "calls"
     models = tuple(BLOCKS)

@@ -159,10 +159,7 @@ class GnnWorkload(Workload):
 def _implementation(
     case: Case, arch: Architecture, shipped: nn.Module, graph: Graph
 ) -> tuple[nn.Module, dict[str, Any], str | None]:
-    """The case's model, its inputs besides ``x``, and what was prepared once, if anything.
-
-    Where parts of the graph are sampled nothing of the whole is prepared, and no input is left.
-    """
+    """The case's model, its inputs besides ``x``, and what was prepared once, if anything."""
     if case.input.endswith(SAMPLED):
         return zoo.from_upstream(shipped) if case.impl == "zoo" else shipped, {}, None
     if case.impl == "upstream":
@@ -336,11 +333,7 @@ class _Parts:
         )
 
     def plain(self, *, trimmed: bool = False) -> Training:
-        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had.
-
-        ``trimmed`` tells the model which hop met what, so that layers leave out what nobody reads, as the library's
-        documentation advises.
-        """
+        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had."""
 
         def loss(model: Any, batch: dict[str, Any]) -> Tensor:
             features = self.x[batch["nodes"]].to(next(model.parameters()).dtype)

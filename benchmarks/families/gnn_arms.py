@@ -173,10 +173,7 @@ def tune(
 
 
 def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype) -> Tensor:
-    """Edges sorted by destination as a ``torch.sparse_csr`` adjacency, whose rows are destinations.
-
-    Duplicates stay (the library's own converter would merge them); indices are narrow.
-    """
+    """Edges sorted by destination as a ``torch.sparse_csr`` adjacency, whose rows are destinations."""
     sources, destinations = edge_index
     narrow = torch.int32 if sources.numel() < 2**31 - 1 else torch.int64
     offsets = torch.zeros(nodes + 1, dtype=torch.int64, device=sources.device)
@@ -189,10 +186,7 @@ def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtyp
 
 @torch.no_grad()
 def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
-    """Eager upstream in float64 on these weights and inputs: ``[N, classes]``.
-
-    As shipped, or on a large graph by a CSR adjacency, which holds no messages.
-    """
+    """Eager upstream in float64 on these weights and inputs: ``[N, classes]``."""
     model, x = copy.deepcopy(shipped).double(), x.double()
     if arch.kind == "gat" or edge_index.size(1) < LARGE_EDGES:
         return model(x, edge_index)

@@ -228,10 +228,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
 
 
 def training_memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
-    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all.
-
-    The reference adds its own, in float32 with checkpointed layers, if it is asked for: any arm may compute it.
-    """
+    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all."""
     rows, itemsize, parameters = task_of(case.input), base.dtype_of(case).itemsize, base.parameters_of(LLM, config)
     fed, layers = rows.batch * rows.length, config.num_hidden_layers
     alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_attention_heads * config.head_dim

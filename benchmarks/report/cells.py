@@ -86,7 +86,6 @@ def count(number: int | None) -> str:
 
 
 def race_count(number: int) -> str:
-    """``1 race``, ``20 races``."""
     return f"{number} race{'s' * (number != 1)}"
 
 
@@ -105,10 +104,7 @@ def speedup_and_verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm 
 
 
 def outcome(cell: str) -> str:
-    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none.
-
-    It is what a cell is coloured by: ``0.791× [0.790, 0.792] slower (upstream-tuned full + CUDA graph)`` is a loss.
-    """
+    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none."""
     return next((word for word in cell.split() if word in OUTCOMES), "")
 
 
@@ -128,7 +124,6 @@ def kernels(arm: MeasuredArm) -> str:
 
 
 def memory(arm: MeasuredArm) -> str:
-    """Peak of allocated memory, MiB."""
     return mebibytes(arm.result.memory.allocated if arm.result.memory else None)
 
 
@@ -143,7 +138,6 @@ def break_even(race: MeasuredRace, arm: MeasuredArm) -> str:
 
 
 def times_floor(arm: MeasuredArm) -> str:
-    """The call's time over the roofline floor."""
     use = arm.utilisation
     return NOTHING if use is None or use.times_floor is None else f"{significant(use.times_floor)}×"
 

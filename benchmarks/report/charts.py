@@ -84,10 +84,7 @@ def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) 
 
 
 def break_even(race: MeasuredRace) -> str | None:
-    """Seconds in all over the number of calls, from cold caches; None where nothing was compiled.
-
-    Two lines cross where the faster arm has paid back what it cost more.
-    """
+    """Seconds in all over the number of calls, from cold caches; None where nothing was compiled."""
     arms = [arm for arm in _compared(race) if arm.paid("cold") is not None]
     paid = {arm: arm.paid("cold") or 0.0 for arm in arms}
     if not any(paid.values()):

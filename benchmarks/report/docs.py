@@ -75,10 +75,7 @@ class Spec:
 
 
 def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[Spec], str]) -> str:
-    """The text with every block made anew.
-
-    ValueError naming the line, on a marker without its end or one that cannot be made.
-    """
+    """The text with every block made anew."""
     lines = text.split("\n")
     made: list[str] = []
     fence: str | None = None
@@ -121,10 +118,7 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 
 
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.md`` below the folders.
-
-    FileNotFoundError on a path that is not there, or a folder without Markdown, of which nothing could be said.
-    """
+    """The files themselves, and every ``*.md`` below the folders."""
     files = []
     for path in paths:
         if not path.exists():
@@ -140,10 +134,7 @@ def markdown_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
-    """The text of a Markdown file or the picture, as it is and as it follows from the rows.
-
-    ValueError naming file and line, if a block cannot be made.
-    """
+    """The text of a Markdown file or the picture, as it is and as it follows from the rows."""
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
         return text, charts.picture(_first_races({}, rows), text)

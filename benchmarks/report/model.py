@@ -25,13 +25,8 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 def is_shipped(case: Case) -> bool:
     """Whether the arm is the upstream library as its users would run it today."""
-    return (
-        case.impl == "upstream"
-        and (case.strategy, case.mode) in AS_SHIPPED
-        and not case.cuda_graph
-        and not case.dynamic
-        and not case.control
-    )
+    changed = case.cuda_graph or case.dynamic or case.control
+    return case.impl == "upstream" and (case.strategy, case.mode) in AS_SHIPPED and not changed
 
 
 def is_tuned(case: Case) -> bool:
@@ -107,10 +102,7 @@ class MeasuredArm:
 
     @property
     def idle(self) -> float | None:
-        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none.
-
-        None where times of the device or of its kernels are missing, or the host's time beside them.
-        """
+        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none."""
         steady, work = self.result.steady, self.result.work
         busy = None if work is None else work.kernel_microseconds
         if self.host_ms is None or steady is None or not steady.device_ms or busy is None:
@@ -210,10 +202,7 @@ class MeasuredRace:
         return None if ratio is None else stats.verdict(ratio, self.noise)
 
     def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
-        """Whether calls of ``arm`` make up for what it costs more than ``over``: it is faster, by its median as well.
-
-        Where rounds differ a lot, who is faster in most of them may have the greater median.
-        """
+        """Whether calls of ``arm`` make up for what it costs more: it is faster, and by its median as well."""
         if self.verdict(arm, over) != "faster":
             return False
         assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
@@ -411,10 +400,7 @@ def torch_version(race: MeasuredRace) -> tuple[int, ...]:
 
 
 def machines(shown: Iterable[MeasuredRace]) -> str:
-    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine.
-
-    ``NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, commits 0123456789, 123456789a``; empty of no races.
-    """
+    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for race in shown:
         environment = race.environment

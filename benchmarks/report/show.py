@@ -32,10 +32,7 @@ MOST_NAMES = 3
 def render(
     results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each.
-
-    Tables that are wider than the console, by default standard output, are stacked.
-    """
+    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each."""
     console = console or Console()
     shown = [race for chosen in by_family(races(results, environments)).values() for race in chosen]
     if not shown:
@@ -217,11 +214,7 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
 
 
 def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
-    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches.
-
-    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
-    back what it costs more. Arms without a time or compile figures are left out.
-    """
+    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches."""
     paid = {arm: seconds for arm in arms if (seconds := race.before(arm)) is not None}
     p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
     if not p50:

@@ -121,10 +121,7 @@ def separates_kernels(race: MeasuredRace) -> bool:
 
 
 def decomposition(race: MeasuredRace) -> Table:
-    """A win taken apart step by step; a step that failed or was not run says so.
-
-    Own kernels are a step where the zoo was raced without them; elsewhere all steps of ours hold them.
-    """
+    """A win taken apart step by step; a step that failed or was not run says so."""
     apart = separates_kernels(race)
     shared: dict[str, Any] = dict(zip(SELECTING, race.case.race, strict=False))
 
@@ -190,10 +187,7 @@ def kernels(work: Work) -> Table:
 
 
 def worst_row(shown: Sequence[MeasuredRace]) -> tuple[MeasuredRace, MeasuredArm, Ratio] | None:
-    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped.
-
-    One whose output is wrong is worse than any slow one.
-    """
+    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped."""
     found = []
     for race in shown:
         for arm in race.arms:
