@@ -36,7 +36,7 @@ def test_numbers() -> None:
     assert said == ["–", "unclear", "never", "0", "1,234", "10.0k", "15.5M", "2,000G"]
 
 
-# Races: what is odd in them. All else is in the tables of the committed rows, which test_docs_tables.py compares.
+# Races: what is odd in them. All else is in the tables of the committed rows, which test_docs.py compares.
 
 
 def test_zoo_eager_is_the_reference_where_upstream_eager_failed() -> None:
@@ -152,7 +152,7 @@ def test_merged_commands_are_ones_that_the_harness_takes() -> None:
 
 
 # Tables of the docs: what rows of before give, and what no page shows today. All others are on the pages, which are
-# compared with the committed rows in test_docs_tables.py.
+# compared with the committed rows in test_docs.py.
 
 
 def _table(text: str, results: list[Result]) -> str:
