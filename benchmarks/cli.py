@@ -98,7 +98,6 @@ class Progress:
         self.console.print(f"{line}, {left}")
 
     def note(self, text: str) -> None:
-        """Print something that stays."""
         self.console.print(f"  {text}")
 
 

@@ -38,8 +38,6 @@ MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 
 @dataclass(frozen=True)
 class Change:
-    """One arm in both runs."""
-
     old: Result | None  # None for an arm that is new
     new: Result | None  # None for an arm that is gone
     ratio: Ratio | None = None  # old time over new time, above 1 if it got faster
@@ -56,7 +54,6 @@ class Change:
 
     @property
     def newly_failing(self) -> bool:
-        """Whether it ran before and does not now."""
         return bool(self.old and self.new and self.old.status == "ok" and self.new.status != "ok")
 
     def regressed(self, bound: float) -> bool:
@@ -139,7 +136,6 @@ def _counts(old: Compile, new: Compile) -> tuple[bool, list[str]]:
 
 def _sizes(old: Result, new: Result) -> list[str]:
     def both(section: str, name: str) -> tuple[Any, Any] | None:
-        """A figure before and now, where both are known."""
         was, now = (getattr(getattr(row, section), name, None) for row in (old, new))
         return None if was is None or now is None else (was, now)
 

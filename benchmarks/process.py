@@ -274,14 +274,11 @@ def _typed(cause: BaseException) -> tuple[str, str]:
         return "failed", "no C++ compiler works here: install g++ or clang++, or name one in CXX"
     if any(words in text for words in DISK_FULL):
         return "failed", f"a disk is full: make room, or {SET_TMPDIR}"
-    if isinstance(cause, OSError) and (cause.errno == errno.EROFS or _in_cache(cause.filename)):
-        return "failed", f"the disk cannot be written: {SET_TMPDIR}"
+    if isinstance(cause, OSError):
+        cached = str(cause.filename).startswith(os.environ.get(INDUCTOR_CACHE, "\n"))  # and no file of the user's
+        if cause.errno == errno.EROFS or cached:
+            return "failed", f"the disk cannot be written: {SET_TMPDIR}"
     return "failed", ""
-
-
-def _in_cache(name: Any) -> bool:
-    """Whether a file belongs to the compiler's cache, and not to the model or its user."""
-    return isinstance(name, str) and INDUCTOR_CACHE in os.environ and name.startswith(os.environ[INDUCTOR_CACHE])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
+from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.harness import ROUNDS_OF_A_GROUP
 from benchmarks.measure import Run, measure, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
@@ -132,13 +132,11 @@ def _families() -> list[str]:
 
 
 def workload_of(family: str) -> Workload:
-    if "." not in family and family not in _families():
-        raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
     from benchmarks.families import load
 
     try:
         return load(family)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--family {family}: {error}") from error
 
 

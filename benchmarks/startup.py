@@ -87,8 +87,6 @@ class ArmRun:
 
 @dataclass(frozen=True)
 class Job:
-    """One process of one arm."""
-
     arm: ArmRun
     phase: str
 
@@ -289,7 +287,6 @@ def estimate(job: Job, settings: Settings) -> float:
 
 
 def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
-    """Seconds that a whole race is likely to take."""
     arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
     jobs = jobs_before_the_race(arms, settings) + [Job(arm, RACE) for arm in arms]
     starts = sum(estimate(job, settings) for job in jobs) / (settings.ahead if settings.steady_only else 1)

@@ -36,7 +36,6 @@ class Ratio:
 
     @property
     def inverse(self) -> Ratio:
-        """The same comparison seen from the other arm."""
         low = 0.0 if math.isinf(self.high) else 1 / self.high
         high = math.inf if self.low == 0 else 1 / self.low
         return Ratio(1 / self.value, low, high, self.rounds, self.paired)

@@ -40,7 +40,6 @@ class Timed:
 
     @property
     def milliseconds(self) -> float:
-        """By the device's clock where there is one."""
         return self.wall_ms if self.device_ms is None else self.device_ms
 
 

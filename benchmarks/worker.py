@@ -46,7 +46,6 @@ class Handler:
     # Before the race ----------------------------------------------------------------------------------------------
 
     def facts(self, *, device: str) -> Reply:
-        """What the device and this run's torch are."""
         return {"device": machine.device_facts(device)}
 
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
@@ -65,7 +64,6 @@ class Handler:
         return {}
 
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
-        """Build model and inputs."""
         self.case = Case(**case)
         self.device = self.case.device
         if not self.case.kernels:
@@ -115,7 +113,6 @@ class Handler:
         return {"flops": flops, "seconds": seconds}
 
     def _eagerly(self) -> Any:
-        """The output of the model as it is; of training the losses of some steps."""
         if self.trainer is None:
             return self.model(**self.prepared.inputs)
         step = self.trainer.eager()
@@ -293,14 +290,13 @@ class Handler:
 
     def calibrate(self, *, milliseconds: float | None = None) -> Reply:
         """How many calls fill a turn of the race, of ``timing.ROUND_MS`` unless said otherwise."""
-        if self.trainer is not None and self.trainer.round is not None:
+        if self.trainer is not None and self.trainer.training.round is not None:
             self.trainer.open_loader()
-            return {"calls": self.trainer.round}
+            return {"calls": self.trainer.training.round}
         with execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
     def host(self) -> Reply:
-        """How long the host is busy with one call."""
         with execution_mode(self.case):
             return {"host_ms": timing.host(self.step, self.device)}
 

@@ -172,7 +172,6 @@ class Workload:
         return list((training and self.gpu_training) or (quick and self.quick_races) or self.gpu_races)
 
     def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
         return self.cpu_dtypes if device == "cpu" else self.gpu_dtypes
 
     def refuses(self, case: Case) -> str | None:
@@ -271,7 +270,6 @@ def accelerated(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def accelerated_inside(step: Any, **options: Any) -> None:
-    """The same of the model in a step."""
     step.model = accelerated(step.model, **options)
 
 
@@ -281,7 +279,6 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All tensors in it."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -294,7 +291,6 @@ def converted(inputs: dict[str, Any], device: torch.device | str, dtype: torch.d
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """The dtype that a case names."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     return dtype
 

@@ -89,7 +89,7 @@ class BertWorkload(base.Workload):
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
         model: nn.Module
         if case.impl == "zoo":
-            model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
+            model = bert_arms.Step(base.zoo_model(Bert, config, weights, placements(config)))
             if given.skewed:
                 with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
@@ -137,7 +137,6 @@ def config_of(model: str) -> BertConfig:
 
 
 def prepare_training(case: Case, *, seed: int) -> base.Prepared:
-    """Build model and batches on the device."""
     config, asked = config_of(case.model), bert_arms.task(case.input)
     device = torch.device(case.device)
     weights = base.SeededWeights(skeleton(config), seed=seed, dtype=torch.float32, device=device)

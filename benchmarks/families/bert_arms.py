@@ -80,7 +80,6 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """N, without padding."""
         return sum(self.lengths())
 
 
@@ -129,7 +128,6 @@ def draw_texts(config: BertConfig, task: Task, *, seed: int, longest: bool = Fal
 
 
 def draw_rows(config: BertConfig, lengths: Tensor, generator: torch.Generator) -> Texts:
-    """Texts of these lengths [B]."""
     rows, longest = len(lengths), int(lengths.max())
     pad = config.pad_token_id
     first = 0 if pad is None else pad + 1
@@ -183,7 +181,6 @@ class Batches:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The same on the device."""
         return {name: value.to(self.device) for name, value in batch.items()}
 
     def shapes(self) -> tuple[dict[str, Any], ...]:
@@ -249,6 +246,7 @@ class Step(nn.Module):
     def __init__(self, model: nn.Module, *, ready_mask: bool = False) -> None:
         super().__init__()
         self.model, self.ready_mask = model, ready_mask
+        self.regions = getattr(model, "regions", ())
 
     def forward(
         self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None
@@ -261,12 +259,6 @@ class Step(nn.Module):
         pooled: Tensor = output.pooler_output
         ragged = mask is not None or isinstance(input_ids, PackedBatch)
         return pooled if ragged else (output.last_hidden_state, pooled)
-
-
-class ZooStep(Step):
-    """The same of the zoo's model."""
-
-    regions = Bert.regions
 
 
 @torch.no_grad()
@@ -303,7 +295,6 @@ def flops(config: BertConfig, lengths: Sequence[int]) -> int:
 
 
 def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     width = config.hidden_size
     weights = config.num_hidden_layers * layer_weights(config) + width * width + width
     rows = min(task.tokens, config.vocab_size) + task.length + 1 + 2
@@ -317,6 +308,5 @@ def training_flops(config: BertConfig, lengths: Sequence[int]) -> int:
 
 
 def training_bytes(config: BertConfig, itemsize: int) -> int:
-    """Fewest bytes that one step moves through device memory, as :data:`TRAINING_BYTES_FORMULA` says."""
     layers = config.num_hidden_layers * layer_weights(config)
     return 2 * layers * itemsize + 32 * parameters_of(Bert, config)

@@ -86,7 +86,6 @@ class CallsWorkload(Workload):
         return None if case.impl == "zoo" else "these blocks are of no library"
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Nothing beside what a process takes: the models are small."""
         return 0
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:

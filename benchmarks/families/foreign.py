@@ -147,7 +147,6 @@ class ForeignWorkload(base.Workload):
 
 @cache
 def parameters(name: str) -> int:
-    """Of a model, which is built without memory for it."""
     with torch.device("meta"):
         return base.count_parameters(MODELS[name].make())
 

@@ -310,8 +310,6 @@ class _Parts:
         self._epochs = itertools.count(1)
 
     def padded(self) -> Training:
-        """In the shapes that the sampler declares."""
-
         def loss(model: nn.Module, batch: SampledBatch) -> Tensor:
             output = model(self.x[batch.nodes], batch.graphs)
             return F.cross_entropy(output, batch.labels(self.labels))

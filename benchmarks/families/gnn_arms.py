@@ -124,11 +124,8 @@ def tuned_layout(case: Case, kind: str) -> str:
     precision: there edges sorted by destination, with self-loops and normalisation done before, compile to one graph.
     ``EdgeIndex`` has no sparse path into these convolutions, fails under inference mode, and is no faster on the CPU.
     """
-    if kind == "gat" or case.strategy != "eager":
-        return "sorted"
-    if case.device == "cpu" and case.dtype != "float32":
-        return "sorted"
-    return "csr"
+    sparse = kind != "gat" and case.strategy == "eager" and (case.device != "cpu" or case.dtype == "float32")
+    return "csr" if sparse else "sorted"
 
 
 def tune(
@@ -198,7 +195,6 @@ def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_ind
 
 
 def parameters(arch: Architecture) -> int:
-    """Weights and biases."""
     maps, scores = 1 + (arch.kind == "graphsage"), 2 * (arch.kind == "gat")
     stack = arch.stack()
     return sum(layer.transformed * (maps * layer.inputs + scores) + layer.outputs for layer in stack)
@@ -223,7 +219,6 @@ def flops(arch: Architecture, sizes: Sizes) -> int:
 
 
 def bytes_moved(arch: Architecture, sizes: Sizes, itemsize: int) -> int:
-    """Fewest bytes that one forward moves through device memory, as :data:`BYTES_FORMULA` says."""
     total = parameters(arch) * itemsize
     for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
         messages = arch.edges(nodes, edges)

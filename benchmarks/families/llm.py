@@ -113,7 +113,6 @@ def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
 
 
 def prepare(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
-    """Build model, cache and prompt of inference on the device."""
     task = task_of(case.input)
     device, dtype = torch.device(case.device), base.dtype_of(case)
     weights = base.SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
@@ -163,7 +162,6 @@ def _step(
 
 
 def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
-    """Build model and batches on the device."""
     rows = task_of(case.input)
     device, dtype = torch.device(case.device), base.dtype_of(case)
     weights = base.SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
@@ -257,7 +255,6 @@ class Features(nn.Module):
 
 
 def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of the next tokens, without all the logits."""
     return product(*call(batch["input_ids"]), batch["labels"])
 
 

@@ -95,6 +95,7 @@ def task_of(name: str) -> Task:
 class Step(nn.Module):
     """What both libraries' steps share: the tokens that are fed next, where they go, and what lies in the cache."""
 
+    logits: Any  # what follows some ids, which becomes ``tokens``
     tokens: Tensor
     positions: Tensor
     last: Tensor
@@ -109,6 +110,11 @@ class Step(nn.Module):
         self.hold("tokens", torch.empty_like(tokens[:, -1:]))
         self.hold("positions", torch.empty_like(self.tokens))
         self.hold("last", torch.full_like(self.tokens, task.length))  # position of an answer's token
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt [B, T]."""
+        logits: Tensor = self.logits(input_ids)
+        return logits
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the cache."""
@@ -135,7 +141,7 @@ class Step(nn.Module):
 
 
 class ZooStep(Step):
-    """Tokens chosen as ``LLM.generate`` chooses them, by the zoo's operator."""
+    """A prompt through the zoo's model into its cache; tokens are chosen as ``LLM.generate`` chooses them."""
 
     regions = LLM.regions
 
@@ -164,19 +170,11 @@ class ZooStep(Step):
 class ZooDecode(ZooStep):
     """A token for each row from the zoo's model over its cache, which holds ``past``."""
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Tensor:  # type: ignore[override]
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.logits(self.tokens, self.positions)
         self.move_on(self.stride - 1)
         return logits
-
-
-class ZooPrefill(ZooStep):
-    """A prompt through the zoo's model into its cache."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, V] of the token after the prompt [B, T]."""
-        return self.logits(input_ids)
 
 
 class ZooAnswer(ZooStep):
@@ -190,7 +188,10 @@ class ZooAnswer(ZooStep):
 
 
 class UpstreamStep(Step):
-    """The most likely tokens of transformers' model, with its ``StaticCache`` but for a prompt alone."""
+    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest.
+
+    Other steps have its ``StaticCache``.
+    """
 
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None = None) -> None:
         super().__init__(model, task, tokens, past)
@@ -226,7 +227,7 @@ class UpstreamDecode(UpstreamStep):
         for length in self.lengths:
             length.fill_(self.task.first)
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Tensor:  # type: ignore[override]
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.logits(self.tokens, position_ids=self.positions)
         self.move_on(self.stride)
@@ -245,17 +246,9 @@ class UpstreamAnswer(UpstreamStep):
         return self.logits(input_ids[:, -1:], position_ids=self.last)
 
 
-class UpstreamPrefill(UpstreamStep):
-    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, V] of the token after the prompt [B, T]."""
-        return self.logits(input_ids)
-
-
 # By the kind of a task.
-ZOO = {"decode": ZooDecode, "prefill": ZooPrefill, "answer": ZooAnswer}
-UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamPrefill, "answer": UpstreamAnswer}
+ZOO = {"decode": ZooDecode, "prefill": ZooStep, "answer": ZooAnswer}
+UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamStep, "answer": UpstreamAnswer}
 
 # --- transformers' arms: as shipped, at its documented best, and the reference ---
 
@@ -414,7 +407,6 @@ def flops(config: LLMConfig, task: Task) -> int:
 
 
 def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     weights = parameters_of(LLM, config) - (0 if config.tie_word_embeddings else vocabulary(config))
     # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
     slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[str(task.kind)]

@@ -131,7 +131,6 @@ class ResNetWorkload(base.Workload):
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Images and their pixels a side."""
     batch, _, size = input.partition("x")
     return int(batch), int(size)
 
@@ -231,9 +230,12 @@ def freeze_weights() -> None:
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Regional compilation as a user of the library does it: each residual block in place."""
-    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
-        for block in stage:  # type: ignore[union-attr]
-            block.compile(**options)
+    for block in blocks_of(model):
+        block.compile(**options)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
 
 
 @torch.no_grad()
@@ -278,8 +280,8 @@ def _for_training(
     training = training_of(config, batch, size, seed=seed, device=case.device, dtype=base.dtype_of(case))
 
     def reference() -> Tensor:
-        shipped: Any = build(config, seed=seed).to(case.device)
-        checkpointed(block for stage in range(1, 5) for block in getattr(shipped, f"layer{stage}"))
+        shipped = build(config, seed=seed).to(case.device)
+        checkpointed(blocks_of(shipped))
         return reference_losses(shipped, training)
 
     images = batch * config.in_channels * size**2 * itemsize
@@ -302,7 +304,6 @@ def flops(config: ResNetConfig, batch: int, size: int, *, training: bool = False
 
 
 def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     import torchvision.models.resnet as library
 
     values = 0

@@ -215,7 +215,6 @@ def prepare_run(
     case: Case, model: nn.Module, config: UNetConfig, weights: base.SeededWeights, steps: int, size: int,
     preparation: Mapping[str, float],
 ) -> base.Prepared:  # fmt: skip
-    """Build the run around a model."""
     device, dtype = weights.device, weights.dtype
     text = (1, unet_arms.TOKENS, config.cross_attention_dim)
     shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": text, "negative_prompt_embeds": text}
@@ -264,7 +263,6 @@ def prepare_run(
 
 
 def run_bytes(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that a run moves through device memory, as :data:`RUN_BYTES_FORMULA` says."""
     weights, values = unet_arms.text_projections(config)
     known = (weights + ROWS * values) * itemsize
     return steps * unet_arms.bytes_moved(config, ROWS, size, itemsize) - (steps - 1) * known

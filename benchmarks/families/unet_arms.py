@@ -169,7 +169,6 @@ def flops(config: UNetConfig, batch: int, size: int, *, training: bool = False) 
 
 
 def bytes_moved(config: UNetConfig, batch: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that one call of the model moves through device memory, as :data:`BYTES_FORMULA` says."""
     return (batch * sum(calls(config, size)) + parameters(config)) * itemsize
 
 

@@ -57,7 +57,6 @@ def percent(fraction: float | None) -> str:
 
 
 def exponent(value: float | None) -> str:
-    """An error: ``2.1e-07``."""
     return NOTHING if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
@@ -81,7 +80,6 @@ def calls(number: float | None) -> str:
 
 
 def count(number: int | None) -> str:
-    """A whole number in full: ``10,556``."""
     return NOTHING if number is None else f"{number:,}"
 
 
@@ -132,7 +130,6 @@ def error(arm: MeasuredArm) -> str:
 
 
 def break_even(race: MeasuredRace, arm: MeasuredArm) -> str:
-    """Break-even calls cold and warm: ``1,234 / 567``, or one word if both agree."""
     cold, warm = (calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm))
     return cold if cold == warm else f"{cold} / {warm}"
 

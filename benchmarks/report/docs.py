@@ -303,13 +303,11 @@ def _headline(spec: Spec, rows: Rows) -> str:
 
 
 def _race(race: MeasuredRace) -> str:
-    """All arms of a race, fastest first: how fast, and below what it costs; last those that failed, with reasons."""
     parts = [tables.markdown(*tables.speeds(race)), tables.markdown(*tables.costs(race))] if race.arms else []
     return "\n\n".join(filter(None, [*parts, _failures(race.failures)]))
 
 
 def _compile(race: MeasuredRace) -> str:
-    """What compiling cost each arm that compiles: start-up, compile, capture and first result, cold and warm."""
     head, rows = tables.compiles(race)
     failed = [result for result in race.failures if result.case.strategy != "eager"]
     parts = [tables.markdown(head, rows) if rows else "No arm that compiles ran.", _failures(failed)]

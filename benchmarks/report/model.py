@@ -63,7 +63,6 @@ class MeasuredArm:
 
     @property
     def wrong(self) -> bool:
-        """Whether its output is farther from the reference than rounding explains."""
         check = self.result.check
         if check is None or check.error is None or self.rounding is None:
             return False
@@ -78,7 +77,6 @@ class MeasuredArm:
 
     @property
     def cold_seconds(self) -> float | None:
-        """Seconds of cold compilation."""
         return None if self.result.cold is None else self.result.cold.seconds
 
     @property
@@ -91,13 +89,11 @@ class MeasuredArm:
 
     @property
     def throughput(self) -> float | None:
-        """How many of the race's ``unit`` a second."""
         work = self.result.work
         return work.count / self.p50 * 1e3 if work is not None and work.count and self.p50 else None
 
     @property
     def host_ms(self) -> float | None:
-        """How long a call keeps the host busy; None where that was not measured."""
         return None if self.result.steady is None else self.result.steady.host_ms
 
     @property
@@ -138,7 +134,6 @@ class MeasuredRace:
 
     @property
     def machine(self) -> str:
-        """The environment in words."""
         return machine_name(self.environment, self.case.device)
 
     @property
@@ -149,12 +144,9 @@ class MeasuredRace:
 
     def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> MeasuredArm | None:
         """The arm of exactly these options that is not dynamic and has its kernels, or None."""
-        wanted = (impl, strategy, cuda_graph, mode, False)
-        for arm in self.arms:
-            case = arm.result.case
-            if (case.impl, case.strategy, case.cuda_graph, case.mode, case.dynamic) == wanted and case.kernels:
-                return arm
-        return None
+        plain = replace(self.case, dynamic=False, control=False, kernels=True)
+        wanted = replace(plain, impl=impl, strategy=strategy, cuda_graph=cuda_graph, mode=mode)
+        return next((arm for arm in self.arms if arm.result.case == wanted), None)
 
     @property
     def reference(self) -> MeasuredArm | None:
@@ -193,7 +185,6 @@ class MeasuredRace:
         return _ratio(over.result, arm.result, self.clock)
 
     def samples(self, arm: MeasuredArm) -> list[float]:
-        """Milliseconds a call, one sample a round."""
         return _samples(arm.result, self.clock)
 
     def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:

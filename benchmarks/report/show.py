@@ -98,7 +98,6 @@ def folder_of_reports(rows: Path) -> Path:
 
 
 def write_html(rows: Rows, target: Path) -> Path:
-    """Write the HTML report of these rows; its path."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(report(rows.results, rows.environments), encoding="utf-8")
     return target
@@ -141,6 +140,12 @@ def _family(name: str, chosen: Sequence[MeasuredRace], *, few: bool) -> dict[str
 
 def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
     chart = charts.break_even(race) if draw else None
+    # Which no other figure counts.
+    prepared = [
+        f"{arm.name}: {what}, {cells.significant(seconds)} s"
+        for arm in race.arms
+        for what, seconds in arm.result.preparation.items()
+    ]
     named_tables = {
         "Arms, fastest first": tables.speeds(race),
         "What that speed costs": tables.costs(race),
@@ -154,18 +159,11 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
         "lead": lead(race),
         "chart": charts.as_address(chart) if chart else None,
         "tables": {name: table for name, table in named_tables.items() if race.arms and table[1]},
-        "notes": [*cells.notes(race), *_prepared(race)],
+        "notes": [*cells.notes(race), *([f"Prepared once: {'; '.join(prepared)}."] if prepared else [])],
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
         "commands": commands_of([race]),
     }
-
-
-def _prepared(race: MeasuredRace) -> list[str]:
-    """What arms prepare once, which no other figure counts."""
-    parts = [(arm, what, s) for arm in race.arms for what, s in arm.result.preparation.items()]
-    said = [f"{arm.name}: {what}, {cells.significant(seconds)} s" for arm, what, seconds in parts]
-    return [f"Prepared once: {'; '.join(said)}."] if said else []
 
 
 # Which arm of a race to run, and what was gained ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,6 @@ def _of_arms(arms: Iterable[MeasuredArm], columns: Mapping[str, Column]) -> Tabl
 
 
 def speeds(race: MeasuredRace) -> Table:
-    """How fast the arms are and against what, fastest first."""
     columns: dict[str, Column] = {
         "p50 ms": lambda arm: significant(arm.p50),
         "p95 ms": lambda arm: significant(arm.p95),
@@ -76,7 +76,6 @@ def speeds(race: MeasuredRace) -> Table:
 
 
 def costs(race: MeasuredRace) -> Table:
-    """What that speed costs."""
     return _of_arms(
         race.arms,
         {
@@ -116,7 +115,6 @@ def compiles(race: MeasuredRace) -> Table:
 
 
 def separates_kernels(race: MeasuredRace) -> bool:
-    """Whether the zoo was raced without its own kernels too, so that their share of a win is known."""
     return any(not result.case.kernels for result in (*(arm.result for arm in race.arms), *race.failures))
 
 
@@ -124,10 +122,7 @@ def decomposition(race: MeasuredRace) -> Table:
     """A win taken apart step by step; a step that failed or was not run says so."""
     apart = separates_kernels(race)
     shared: dict[str, Any] = dict(zip(SELECTING, race.case.race, strict=False))
-
-    def step(**options: Any) -> Case:
-        return Case(**shared, **options)
-
+    step = functools.partial(Case, **shared)
     by = "torch's operators" if apart else "own kernels"
     steps = {
         "upstream eager": step(impl="upstream", strategy="eager"),
@@ -171,7 +166,6 @@ def losses(race: MeasuredRace) -> Table | None:
 
 
 def kernels(work: Work) -> Table:
-    """The kernels of a profiled call, longest first."""
     total = work.kernel_microseconds or 0.0
 
     def row(name: str, kernel: Kernel) -> list[str]:
