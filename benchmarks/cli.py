@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 BAD_USAGE = 2
 WIDTH = 80
-LINE_SECONDS = 60.0  # between two lines on one long piece
 
 
 class UsageError(ValueError):
@@ -74,26 +73,15 @@ class Progress:
     def __init__(self, console: Console, planned: float) -> None:
         self.console, self.planned = console, max(planned, 1.0)
         self.done = self._current = 0.0
-        self._what = ""
-        self._began = self._told = time.monotonic()
+        self._began = time.monotonic()
 
     def begin(self, what: str, seconds: float) -> None:
         """What was going on is over; this starts, planned to take ``seconds``."""
-        self.done = min(self.done + self._current, self.planned)
-        self._what, self._current = what, seconds
-        self._tell(self.done, what)
-
-    def partway(self, share: float) -> None:
-        """A share (0 to 1) of what is going on is done; a line where it takes long."""
-        if share < 1 and time.monotonic() - self._told >= LINE_SECONDS:
-            self._tell(self.done + share * self._current, f"{self._what}, {100 * share:.0f} %")
-
-    def _tell(self, done: float, what: str) -> None:
-        self._told = time.monotonic()
+        self.done, self._current = min(self.done + self._current, self.planned), seconds
         # The plan counts for half a minute of its own, so that the first processes do not swing the estimate.
-        pace = (self._told - self._began + 30.0) / (done + 30.0)
-        left = f"about {words(max(0.0, self.planned - done) * pace)} left"
-        line, room = f"  [{100 * done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
+        pace = (time.monotonic() - self._began + 30.0) / (self.done + 30.0)
+        left = f"about {words((self.planned - self.done) * pace)} left"
+        line, room = f"  [{100 * self.done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
         line = line if len(line) <= room else line[: room - 1] + "…"
         self.console.print(f"{line}, {left}")
 

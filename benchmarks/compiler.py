@@ -101,7 +101,6 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was compiled so far; the layers' signatures stay."""
         self._seen = len(self._dynamo.get_compilation_metrics())
         self._counters = self._snapshot()
 
@@ -235,7 +234,6 @@ def _phases(records: list[Any]) -> dict[str, float]:
 
 
 def _short(reason: str) -> str:
-    """The reason without its hints and links, on one line."""
     lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("Hint:", "For more details", "Developer debug"))]
     return cut("; ".join(kept or lines), REASON_LENGTH)

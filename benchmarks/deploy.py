@@ -54,7 +54,6 @@ def main(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Arms that match a pattern; the first runs always.")] = None,
     processes: Annotated[int, typer.Option(help="Processes of each arm but the first, which is one.")] = 3,
-    data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit in seconds for one process.")] = 300.0,
 ) -> int:
     """Measure how long new processes take to their first result; 1 if an arm failed."""
@@ -81,7 +80,7 @@ def main(
     words += [word for each in arm or [] for word in ("--arm", each)] + ["--processes", str(processes)]
     command = shlex.join(["python", "-m", "benchmarks.deploy", *words, "--out", out.name])
     with scratch_folder("regional-zoo-starts-") as folder:
-        runs = Processes(folder, family, None if data_root is None else str(data_root), timeout)
+        runs = Processes(folder, family, timeout)
         facts = runs.prepare({start.case.impl: start.case for start in starts}.values())
         try:
             runs.start(starts[0], save=True)
@@ -107,7 +106,6 @@ class Processes:
 
     folder: Path
     workload: str
-    data_root: str | None
     timeout: float
 
     def prepare(self, cases: Iterable[Case]) -> dict[str, Any]:
@@ -144,9 +142,8 @@ class Processes:
         print(f"{start.arm}: {start.reason or f'{start.processes[-1].total:.2f} s, {start.processes[-1]}'}", flush=True)
 
     def _run(self, case: Case, caches: Path, **asked: Any) -> dict[str, Any] | str:
-        """What a process of ``benchmarks.fresh`` tells, or why it failed."""
         asked |= {
-            "case": case.to_json(), "workload": self.workload, "data_root": self.data_root,
+            "case": case.to_json(), "workload": self.workload,
             "model": str(self.folder / f"{case.impl}.pt"),
         }  # fmt: skip
         try:

@@ -169,7 +169,6 @@ def _race_group(
         first_round=first_round,
         seed=settings.seed + first_round,
         monitor=settings.monitor,
-        on_round=lambda number: progress.partway(number / settings.rounds),
     )
     progress.begin("kernel counts and profile", 1.0)
     for arm in racing:
@@ -191,13 +190,12 @@ def race(
     first_round: int,
     seed: int,
     monitor: Monitor,
-    on_round: Callable[[int], None] = lambda number: None,
 ) -> None:
     """In every round each arm works once, alone, in an order drawn for that round.
 
     Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
     that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are appended,
-    under round numbers from ``first_round`` on, so that groups do not mix. ``on_round`` gets the number of rounds done.
+    under round numbers from ``first_round`` on, so that groups do not mix.
     """
     draw = random.Random(seed)
     for arm in arms:
@@ -212,7 +210,6 @@ def race(
         for arm in order:
             with failures_of(arm):
                 _turn(arm, first_round + number, monitor)
-        on_round(number + 1)
 
 
 def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:

@@ -44,8 +44,6 @@ class Unwritable(Exception):
 
 @dataclass
 class Run:
-    """What a run will measure."""
-
     workload: Workload
     device: str
     cases: list[Case]
@@ -55,7 +53,6 @@ class Run:
 
     @property
     def races(self) -> list[list[Case]]:
-        """What is left to do, race by race."""
         todo = [case for case in self.cases if case.key not in self.done]
         return list(races_of(todo).values())
 
@@ -78,7 +75,6 @@ class Run:
             raise UsageError(f"--out: {taken[0]} is there already; add --resume to continue it, or name another place")
 
     def results(self) -> tuple[list[Result], dict[str, Any]]:
-        """The rows of this run's cases, and the environments that they name."""
         wanted = {case.key for case in self.cases}
         results: list[Result] = []
         environments: dict[str, Any] = {}
@@ -89,7 +85,6 @@ class Run:
 
 
 def command_of(case: Case, settings: Settings) -> str:
-    """The command line that measures this row again."""
     words = ["python", "-m", "benchmarks.run", "--family", settings.workload, "--model", case.model]
     words += ["--input", case.input, "--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
     words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
@@ -103,7 +98,6 @@ def command_of(case: Case, settings: Settings) -> str:
 
 @contextmanager
 def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False, **options: Any) -> Iterator[Settings]:
-    """Settings with a scratch folder, which is removed at the end."""
     stack = ExitStack()
     try:
         remove_stale(SCRATCH)

@@ -76,7 +76,6 @@ class Measured:
 
     @property
     def ms(self) -> float:
-        """Median of a call."""
         return statistics.median(self.steady.samples)
 
 
@@ -122,7 +121,6 @@ class _Group:
         self.rank, self.ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
 
     def everyone(self, value: Any) -> list[Any]:
-        """The value of each process."""
         found: list[Any] = [value] * self.ranks
         if self.mesh is not None:
             dist.all_gather_object(found, value, group=self._control)
@@ -199,7 +197,6 @@ def main(
 
 
 def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds: int) -> Measured | tuple[str, str]:
-    """What was measured, or the status and reason of a failure."""
     torch.compiler.reset()
     gc.collect()
     try:
@@ -215,7 +212,6 @@ def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds:
 
 
 def _compare(row: Row, workload: Workload, prepare: Callable[[], Prepared], rounds: int) -> None:
-    """Measure the same arm in this process alone."""
     needed = workload.memory_bytes(row.case, reference=False)
     if row.case.device != "cpu" and needed > (there := torch.cuda.get_device_properties().total_memory):
         row.alone_reason = f"one process needs {needed / 2**30:.0f} GiB, there are {there / 2**30:.0f}"
@@ -359,5 +355,4 @@ def tables(rows: Rows) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """One value if all are equal."""
     return ", ".join(values[:1] if len(set(values)) == 1 else values)

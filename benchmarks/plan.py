@@ -65,7 +65,6 @@ class Case:
 
     @property
     def race(self) -> tuple[str, ...]:
-        """What all arms of one race share."""
         return (self.family, self.model, self.input, self.workload, self.dtype, self.device)
 
     @property
@@ -95,7 +94,6 @@ class Case:
 
 
 def refusal(case: Case) -> str | None:
-    """Why no workload can have such an arm, or None."""
     cpu, eager, parts = case.device == "cpu", case.strategy == "eager", case.strategy != "full"
     theirs, records = case.impl != "zoo", case.mode in CUDA_GRAPH_MODES
     reasons = {
@@ -172,7 +170,6 @@ def twin_of(arms: Sequence[Case]) -> Case:
 
 
 def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:
-    """Cases by race, in order."""
     races: dict[tuple[str, ...], list[Case]] = {}
     for case in cases:
         races.setdefault(case.race, []).append(case)

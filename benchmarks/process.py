@@ -123,7 +123,6 @@ class Worker:
         return line
 
     def _death(self) -> WorkerFailure:
-        """What killed the process, which has closed its pipe."""
         if self._stopped:
             return WorkerFailure("interrupted", f"stopped during {self._pending}", self._pending)
         try:

@@ -96,7 +96,6 @@ class Job:
 
 
 def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job]:
-    """The processes that only measure compilation."""
     if settings.quick or settings.steady_only:
         return []
     measured = [arm for arm in arms if arm.compiled and not arm.case.control]

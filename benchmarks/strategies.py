@@ -123,7 +123,6 @@ class Trainer:
 
     @property
     def shapes(self) -> int:
-        """Steps in a row that meet each declared shape once."""
         return max(1, len(self.training.shapes))
 
     def eager(self) -> Step:

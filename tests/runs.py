@@ -31,9 +31,6 @@ class Notes:
         assert seconds > 0
         self.begun.append(what)
 
-    def partway(self, share: float) -> None:
-        assert 0 < share <= 1
-
     def note(self, text: str) -> None:
         self.notes.append(text)
 

@@ -82,22 +82,6 @@ def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, obj
     return arm.worker.ask(operation, **given)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "status", "word"),
-    [
-        ("raise", "failed", "ValueError: this model does not like its input"),
-        ("oom", "out-of-memory", "tried to allocate 7.00 GiB"),
-    ],
-)
-def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, status: str, word: str):
-    notes = Notes()
-    rows = rows_of(replace(settings, quick=True), replace(EAGER, model=model), notes=notes)
-    (row,) = rows.values()
-    assert row.status == status and word in (row.reason or "") and row.steady is None
-    assert any(status in note for note in notes.notes)
-
-
 def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.startup.Worker", None)
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 1 << 30)

@@ -257,15 +257,6 @@ def test_a_worker_counts_and_names_kernels_by_one_profile(monkeypatch: pytest.Mo
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize("others", [None, Kernel(name="3 others", launches=4.0, microseconds=1.5)])
-def test_what_a_worker_replies_is_in_the_row(others: Kernel | None) -> None:
-    gemm = Kernel(name="gemm", launches=1.0, microseconds=9.0)
-    reply = {"kernels": 2, "longest": [asdict(gemm)], "others": others and asdict(others), "recompiles": []}
-    result = row(1.0)
-    harness._count(cast(startup.ArmRun, SimpleNamespace(ok=True, result=result, ask=lambda operation: reply)))
-    assert (result.work.kernels, result.work.longest, result.work.others) == (2, [gemm], others)
-
-
 def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(operation: str) -> None:
         raise WorkerFailure("timeout", "no answer in 600 s", operation)

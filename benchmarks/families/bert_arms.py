@@ -75,7 +75,6 @@ class Task:
         return tuple(self.log_normal(math.sqrt(2) * torch.erfinv(2 * quantiles - 1), *_SKEWED).tolist())
 
     def log_normal(self, normal: Tensor, median: float, spread: float) -> Tensor:
-        """Lengths from normal numbers; the median is a share of the longest."""
         return (self.length * median * (spread * normal).exp()).round().clamp(2, self.length).long()
 
     @property

@@ -74,7 +74,6 @@ class Architecture:
         ]
 
     def edges(self, nodes: int, edges: int) -> int:
-        """Messages a layer sends."""
         return edges + nodes if self.self_loops else edges
 
 

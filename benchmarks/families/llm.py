@@ -146,7 +146,6 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
 def _step(
     case: Case, config: LLMConfig, task: Task, weights: base.SeededWeights, tokens: Tensor, past: llm_arms.Past
 ) -> llm_arms.Step:
-    """The module whose call is measured, with the case's model in it."""
     assert task.kind is not None, "an input of inference"
     held = past if task.kind == "decode" else None
     if case.impl == "zoo":

@@ -59,7 +59,6 @@ class Task:
 
     @property
     def first(self) -> int:
-        """Position of the first token that is fed."""
         return self.length // 2 if self.kind == "decode" else 0
 
     @property
@@ -81,7 +80,6 @@ class Task:
 
     @property
     def passes(self) -> int:
-        """How often a call goes through the model."""
         return 2 if self.kind == "answer" else 1
 
 
@@ -117,7 +115,6 @@ class Step(nn.Module):
         return logits
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the cache."""
         return []
 
     def hold(self, name: str, tensor: Tensor) -> None:

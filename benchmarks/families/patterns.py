@@ -136,7 +136,6 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
-    """The same with a CUDA graph per block."""
     if options.get("backend", "inductor") == "inductor":
         options["mode"] = "reduce-overhead"
     compile_blocks(model, **options)
@@ -154,8 +153,6 @@ def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What compiling cost, but for the seconds."""
-
     graphs: int
     breaks: int
     recompiles: int

@@ -53,7 +53,6 @@ class Weights(SeededWeights):
 
 
 def skeleton(config: UNetConfig) -> Any:
-    """``UNet2DConditionModel`` in eval mode on the meta device."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -81,7 +80,6 @@ def compile_blocks(model: Any, **options: Any) -> None:
 
 
 def reference_model(config: UNetConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """The library's model with these weights in another precision."""
     model = skeleton(config)
     model.load_state_dict({name: weights[name].to(dtype) for name in weights}, strict=True, assign=True)
     return model.requires_grad_(False)
@@ -153,7 +151,6 @@ parameters = functools.partial(parameters_of, UNet)
 
 
 def model_sizes(config: UNetConfig) -> dict[str, int]:
-    """What a reader needs to know of text and model."""
     return {"tokens": TOKENS, "parameters": parameters(config)}
 
 

@@ -148,13 +148,11 @@ def utilisation(arm: MeasuredArm) -> str:
 
 
 def shortened(reason: str) -> str:
-    """A reason on one line; rows keep it in full."""
     reason = " ".join(reason.split())
     return reason if len(reason) <= MOST_REASON else reason[: MOST_REASON - 4].rstrip() + " ..."
 
 
 def failure(result: Result) -> str:
-    """One line: ``zoo hierarchical: crashed: signal 11``."""
     return f"{result.case.arm}: {result.status}: {shortened(result.reason or '')}"
 
 
@@ -170,7 +168,6 @@ def subject(race: MeasuredRace) -> str:
 
 
 def throughput(arm: MeasuredArm) -> str:
-    """How many a second, in short: ``25.3k``."""
     return calls(arm.throughput)
 
 

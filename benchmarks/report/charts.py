@@ -141,8 +141,6 @@ def points(first: Mapping[str, MeasuredRace | None]) -> dict[str, Points]:
 
 
 def _picture(models: Mapping[str, Points], description: str) -> str:
-    """A point for each arm, lines that join those of one model."""
-
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         for name, points in models.items():
@@ -192,7 +190,6 @@ def _line(arm: MeasuredArm) -> dict[str, Any]:
 
 
 def _logarithmic(axes: Any, which: str) -> None:
-    """A logarithmic axis with plain numbers at its ticks."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     axis = axes.xaxis if which == "x" else axes.yaxis

@@ -118,12 +118,12 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 
 
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.md`` below the folders."""
+    """The files themselves, and every ``*.md`` below the folders, with the picture where a folder holds it."""
     files = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; give Markdown files or folders")
-        found = sorted(path.rglob("*.md")) if path.is_dir() else [path]
+        found = [*sorted(path.rglob("*.md")), *path.glob(PICTURE)] if path.is_dir() else [path]
         if not found:
             raise FileNotFoundError(f"{path} holds no Markdown; give *.md files, or folders of them such as docs")
         files += found
@@ -144,15 +144,9 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
         raise ValueError(f"{file}: {error}") from error
 
 
-def generated_files(paths: list[Path]) -> list[Path]:
-    """Markdown files, and the picture where a folder holds it."""
-    pictures = [path / PICTURE for path in paths if (path / PICTURE).exists()]
-    return [*markdown_files(paths), *pictures]
-
-
 def update(paths: list[Path], rows: Rows) -> list[Path]:
     """Rewrite the generated blocks and the picture in files and folders; return the files that changed."""
-    made = [(file, *regenerated(file, rows)) for file in generated_files(paths)]  # all or none
+    made = [(file, *regenerated(file, rows)) for file in markdown_files(paths)]  # all or none
     changed = [(file, after) for file, before, after in made if before != after]
     for file, after in changed:
         file.write_text(after, encoding="utf-8")
@@ -162,7 +156,7 @@ def update(paths: list[Path], rows: Rows) -> list[Path]:
 def drift(paths: list[Path], rows: Rows) -> str:
     """A diff of what is generated and differs from the rows; empty if nothing does."""
     parts: list[str] = []
-    for file in generated_files(paths):
+    for file in markdown_files(paths):
         before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
         parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
     return "".join(parts)
@@ -229,7 +223,6 @@ def _select(spec: Spec, shown: Sequence[MeasuredRace], *, ignore: tuple[str, ...
 
 
 def _single(spec: Spec, rows: Rows, *needs: str) -> MeasuredRace | None:
-    """The one race that the options name, or None; ValueError if one that it needs is missing."""
     if not {"model", "input", *needs} <= spec.options.keys():
         arm = ' arm="zoo regional"' if needs else ""
         raise ValueError(f"{spec.kind} is of one {'arm' if needs else 'race'}; give model=... input=...{arm}")
@@ -257,7 +250,6 @@ def _nothing(spec: Spec, command: str = "benchmarks.run") -> str:
 
 
 def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
-    """The machine of a table and the commands that measure it again, which stand below it."""
     commands = commands or "\n".join(commands_of(shown))
     if not commands:
         return f"{machines(shown)}. The rows name no command that measures them again."

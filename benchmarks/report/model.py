@@ -25,13 +25,8 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 def is_shipped(case: Case) -> bool:
     """Whether the arm is the upstream library as its users would run it today."""
-    changed = case.cuda_graph or case.dynamic or case.control
+    changed = case.cuda_graph or case.dynamic
     return case.impl == "upstream" and (case.strategy, case.mode) in AS_SHIPPED and not changed
-
-
-def is_tuned(case: Case) -> bool:
-    """Whether the arm is the upstream library at its documented best, or with our outer CUDA graph around it."""
-    return case.impl.startswith("upstream") and not is_shipped(case) and not case.control
 
 
 def machine_name(environment: Mapping[str, Any], device: str) -> str:
@@ -154,7 +149,6 @@ class MeasuredRace:
         return self._eager("upstream", "zoo")
 
     def _eager(self, *impls: str) -> MeasuredArm | None:
-        """The eager arm of the first of these implementations whose ran."""
         arms = (self.find(impl=impl, strategy="eager") for impl in impls)
         return next((arm for arm in arms if arm is not None and arm.p50 is not None), None)
 
@@ -170,8 +164,9 @@ class MeasuredRace:
 
     @property
     def best_tuned(self) -> MeasuredArm | None:
-        """The fastest tuned upstream arm whose output is right."""
-        return _right(arm for arm in self.arms if is_tuned(arm.result.case))
+        """The fastest upstream arm at its documented best, or under our outer CUDA graph, whose output is right."""
+        cases = ((arm, arm.result.case) for arm in self.arms)
+        return _right(arm for arm, case in cases if case.impl.startswith("upstream") and not is_shipped(case))
 
     @property
     def best(self) -> MeasuredArm | None:
@@ -191,13 +186,6 @@ class MeasuredRace:
         """What the interval and the noise floor say about that speed-up."""
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
-
-    def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
-        """Whether calls of ``arm`` make up for what it costs more: it is faster, and by its median as well."""
-        if self.verdict(arm, over) != "faster":
-            return False
-        assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
-        return arm.p50 < over.p50
 
     def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
         """Calls until compile and capture seconds are paid back by being faster than its own eager, or upstream's.
@@ -230,15 +218,12 @@ class MeasuredRace:
                 found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
         return min(found, default=0.0)
 
-    def before(self, arm: MeasuredArm) -> float | None:
-        """Seconds before the first steady call in a new process with empty caches: start-up, compilation, capture."""
-        paid = arm.paid("cold")
-        return paid if paid is None or arm.is_eager else paid + self.start_up
-
     def total(self, arm: MeasuredArm, calls: int) -> float | None:
-        """Seconds from such a process, imports and model set-up apart, to the last of so many results."""
-        first = self.before(arm)
-        return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
+        """Seconds from a new process with empty caches, imports and set-up apart, to the last of so many results."""
+        paid = arm.paid("cold")
+        if paid is None or arm.p50 is None:
+            return None
+        return paid + (0.0 if arm.is_eager else self.start_up) + calls * arm.p50 / 1e3
 
 
 def _right(arms: Iterable[MeasuredArm | None]) -> MeasuredArm | None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import cells, charts, tables
-from benchmarks.report.model import MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
+from benchmarks.report.model import MeasuredRace, by_family, commands_of, machines, races, titles
 from zoo.advise import UNUSABLE, gain, unusable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,10 +184,6 @@ def lead(race: MeasuredRace) -> str:
     said = [f"{fastest.name} is the fastest, {milliseconds}."]
     if fastest.paid("cold") is None:
         said.append("Compile times were not measured here.")
-    elif found := _steps(race, timed):
-        later = [f"from {cells.calls(calls)} calls on {arm.name}" for calls, arm in found[1:]]
-        in_turn = ", ".join([f"{found[0][1].name} finishes first", *later])
-        said.append(f"In a new process with empty caches {in_turn}.")
     if alike := [arm.name for arm in others if race.verdict(arm, fastest) == "undetermined"]:
         more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
         said.append(f"No measurable difference to {fastest.name}: {', '.join(alike[:MOST_NAMES])}{more}.")
@@ -209,23 +205,3 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
         told = gain(ours.cold_seconds, ours.p50, times, f"{best.name} ({compiled}{cells.significant(best.p50)} ms)")
         lines[race] = f"{subject}: {ours.name} {told}."
     return lines
-
-
-def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
-    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches."""
-    paid = {arm: seconds for arm in arms if (seconds := race.before(arm)) is not None}
-    p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
-    if not p50:
-        return []
-    chosen = [(1, min(p50, key=lambda arm: paid[arm] * 1e3 + p50[arm]))]
-    while True:
-        now = chosen[-1][1]
-        ahead = [
-            (stats.break_even_calls(paid[arm] - paid[now], p50[now], p50[arm]), p50[arm], index)
-            for index, arm in enumerate(p50)
-            if paid[arm] > paid[now] and race.overtakes(arm, now)
-        ]
-        if not ahead:
-            return chosen
-        calls, _, index = min(ahead)
-        chosen.append((int(calls), list(p50)[index]))
