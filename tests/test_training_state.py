@@ -14,8 +14,6 @@ import zoo
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import AdamW, TrainingStep, TrainingWarning
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def make(device: str = "cpu", kind: str = "adamw", **options: Any) -> tuple[TrainingStep, Any]:
     model = build(device, dropout=0.3)
@@ -23,7 +21,6 @@ def make(device: str = "cpu", kind: str = "adamw", **options: Any) -> tuple[Trai
     return TrainingStep(model, loss_of, optimizer, **options), torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "plain"])
 @pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
@@ -208,7 +205,6 @@ def test_a_learning_rate_goes_to_where_the_optimizers_is(tmp_path: Path):
     assert optimizer.param_groups[0]["lr"].device.type == "meta"
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_loading_after_a_bad_loss_forgets_it(tmp_path: Path, device: str):
     batches = draw(6, device=device)
     step, _ = make(device, autocast=None)
