@@ -216,13 +216,7 @@ COMPILED = ("upstream full reduce-overhead", TUNED, "zoo full", "zoo regional", 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (
-            race,
-            [
-                "zoo regional + CUDA graph is the fastest, 0.0492 ms",
-                "in a new process with empty caches zoo eager finishes first, from 9,",
-            ],
-        ),
+        (race, ["zoo regional + CUDA graph is the fastest, 0.0492 ms"]),
         (lambda: race(dict.fromkeys(COMPILED, 20.0)), ["zoo eager is the fastest"]),
         (lambda: race({TUNED: 0.5}), ["upstream-tuned full + CUDA graph is the fastest"]),
         (
