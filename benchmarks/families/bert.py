@@ -89,7 +89,7 @@ class BertWorkload(base.Workload):
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
         model: nn.Module
         if case.impl == "zoo":
-            model = bert_arms.Step(base.zoo_model(Bert, config, weights, placements(config)))
+            model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
             if given.skewed:
                 with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)

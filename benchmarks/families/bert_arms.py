@@ -245,7 +245,6 @@ class Step(nn.Module):
     def __init__(self, model: nn.Module, *, ready_mask: bool = False) -> None:
         super().__init__()
         self.model, self.ready_mask = model, ready_mask
-        self.regions = getattr(model, "regions", ())
 
     def forward(
         self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None
@@ -258,6 +257,12 @@ class Step(nn.Module):
         pooled: Tensor = output.pooler_output
         ragged = mask is not None or isinstance(input_ids, PackedBatch)
         return pooled if ragged else (output.last_hidden_state, pooled)
+
+
+class ZooStep(Step):
+    """The same of the zoo's model."""
+
+    regions = Bert.regions
 
 
 @torch.no_grad()
