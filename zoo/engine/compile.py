@@ -182,7 +182,7 @@ def place_calls(
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
         dynamic = bool(dynamic) if declared else dynamic
-        how = functools.cache(functools.partial(_options, region, model, choices, backend, dynamic))
+        how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         calls += [
             RegionCall(
                 module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=None if declared else symbols[region],
@@ -335,47 +335,25 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
 
 
-def _options(region: Region, model: nn.Module, choices: Choices, backend: Any, dynamic: bool | None) -> dict[str, Any]:
+def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | None, fullgraph: bool) -> dict[str, Any]:
     """Keyword arguments of ``torch.compile`` for a region: its own wishes, then what was asked of the model."""
     mode = choices.mode if region.mode is None else region.mode
-    _refuse_cuda_graphs(mode, choices.options, backend)
+    options = choices.options
+    _refuse_cuda_graphs(mode, options, backend)
     limit = compile_limit_kwargs()
     LEDGER.listen()
-    how = _mode_and_options(region, model, mode, choices.options, backend)
-    how["backend"] = DirectOrInductor(None, how.pop("options"), dynamic) if backend == "inductor" else backend
-    return {**how, **limit}
-
-
-def _mode_and_options(
-    region: Region, model: nn.Module, mode: str | None, options: Mapping[str, Any] | None, backend: Any
-) -> dict[str, Any]:
-    """``torch.compile`` takes a mode or options; a region's own wish is an option, and the caller's come first."""
-    threads = region.threads(model)
-    if callable(region.compile_threads) and _tries_kernels(mode, options):
-        # It reckons with a few kernels, and these are many: each one's candidates.
-        threads = None
-    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
-    own: dict[str, Any] = {"size_asserts": False}
-    if threads is not None:
-        own["compile_threads"] = threads
-    if region.autotune_pointwise is not None:
-        own["triton.autotune_pointwise"] = region.autotune_pointwise
     if backend != "inductor":
-        return {"options": dict(options or {})}
+        return {"backend": backend, "options": dict(options or {}), **limit}
+    # torch.compile takes a mode or options, and a region's own wishes are options.
     if mode is not None:
         if options is not None:
             raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")
         from torch._inductor import list_mode_options
 
         options = list_mode_options(mode)
-    return {"options": {**own, **(options or {})}}
-
-
-def _tries_kernels(mode: str | None, options: Mapping[str, Any] | None) -> bool:
-    chosen = options or {}
-    return bool(
-        (mode or "").startswith("max-autotune") or chosen.get("max_autotune") or chosen.get("max_autotune_gemm")
-    )
+    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
+    options = {"size_asserts": False, **region.options, **(options or {})}
+    return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:
