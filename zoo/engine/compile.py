@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
+from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import (
@@ -34,7 +35,6 @@ from zoo.engine.observe import undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.signature import without_ddp
-from zoo.engine.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
