@@ -31,7 +31,7 @@ from zoo.engine.discover import (
     resolve,
 )
 from zoo.engine.graph_log import LEDGER, Entry
-from zoo.engine.observe import undisturbed
+from zoo.engine.observe import Inputs, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.signature import without_ddp
@@ -97,7 +97,7 @@ def compile_regions(
     *,
     regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (),
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
     mode: str | None = None,
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -113,8 +113,9 @@ def compile_regions(
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
         regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
         exclude: Classes or module paths to leave eager, with all that is inside of them.
-        inputs: Keyword arguments of one call, which the model then makes eagerly: regions, graphs and obstacles are
-            those of that call. Without them a per-layer value of a foreign model is warned of when it costs a graph.
+        inputs: Arguments of one call, as ``find_regions`` takes them. The model then makes it eagerly: regions, graphs
+            and obstacles are those of that call. Without them a per-layer value of a foreign model is warned of when it
+            costs a graph.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
             backends than Inductor have none.
         backend: A ``torch.compile`` backend.
@@ -143,9 +144,7 @@ def compile_regions(
     return model
 
 
-def place_calls(
-    model: nn.Module, choices: Choices, inputs: Mapping[str, Any] | None = None, *, lazily: bool = False
-) -> None:
+def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None, *, lazily: bool = False) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
     chosen = resolve(model, choices.regions, choices.exclude, inputs)
     if not chosen and not declared_regions(model):
