@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import zoo
 from zoo.__main__ import main
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.traced import Traced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def test_calls_like_those_saved_compile_nothing(folder: Path) -> None:
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), eager(model, x))
     assert graphs() == before
-    assert [entry.compile_id for entry in LEDGER.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
+    assert [entry.compile_id for entry in GRAPH_LOG.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
     with torch.no_grad():  # a shape that was not saved
         x = torch.randn(5, 8)
         assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1

@@ -17,7 +17,7 @@ from torch import nn
 import zoo
 from zoo import Region
 from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
@@ -29,9 +29,9 @@ def test_uncompile_restores_eager() -> None:
     model(torch.randn(2, 4))
     assert zoo.uncompile(model) is model
     assert plan_of(model) is None and all(m._compiled_call_impl is None for m in model.modules())
-    before = len(zoo.engine.graph_log.LEDGER.entries)
+    before = len(zoo.engine.graph_log.GRAPH_LOG.entries)
     model(torch.randn(7, 4))
-    assert len(zoo.engine.graph_log.LEDGER.entries) == before
+    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == before
     compiled(model)  # and it can be compiled again
 
 
@@ -120,9 +120,9 @@ def test_warm_up_in_training_compiles_the_backward_and_leaves_state_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
-    entries = len(zoo.engine.graph_log.LEDGER.entries)
+    entries = len(zoo.engine.graph_log.GRAPH_LOG.entries)
     model(x).sum().backward()
-    assert len(zoo.engine.graph_log.LEDGER.entries) == entries, "the backward was compiled by warm_up"
+    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == entries, "the backward was compiled by warm_up"
 
 
 def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_uncompile_of_a_model_that_lost_a_block() -> None:
     model = compiled(Stack())
     lost = model.blocks.pop(2)
     assert all(module._compiled_call_impl is None for module in zoo.uncompile(model).modules())
-    assert lost not in LEDGER._watched
+    assert lost not in GRAPH_LOG._watched
     compiled(model)
 
 
@@ -249,7 +249,7 @@ class Wrapping(Stack):
 def test_warm_up_compiles_the_backward_of_what_a_dataclass_holds() -> None:
     model = compiled(Wrapping().train(), backend="aot_eager")
     zoo.warm_up(model, x=torch.randn(2, 4))
-    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))
+    assert any(entry.backward for entry in GRAPH_LOG.of(plan_of(model).log_id))
 
 
 @dataclasses.dataclass

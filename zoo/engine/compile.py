@@ -30,7 +30,7 @@ from zoo.engine.discover import (
     report_on,
     resolve,
 )
-from zoo.engine.graph_log import LEDGER, Entry
+from zoo.engine.graph_log import GRAPH_LOG, Entry
 from zoo.engine.observe import Inputs, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
@@ -57,7 +57,7 @@ class Plan:
     """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
 
     report: RegionReport
-    ledger_id: int
+    log_id: int
     choices: Choices
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
@@ -198,9 +198,9 @@ def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
-    _PLANS[model] = Plan(report, LEDGER.watch(model, modules), choices, pending)
-    if _warn_of_excess not in LEDGER.listeners:
-        LEDGER.listeners.append(_warn_of_excess)
+    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending)
+    if _warn_of_excess not in GRAPH_LOG.listeners:
+        GRAPH_LOG.listeners.append(_warn_of_excess)
 
 
 def uncompile(model: nn.Module) -> nn.Module:
@@ -211,7 +211,7 @@ def uncompile(model: nn.Module) -> nn.Module:
         # Any of them may be what compile_regions was called on.
         plan = _PLANS.pop(module, None)
         if plan is not None:
-            LEDGER.forget(module)
+            GRAPH_LOG.forget(module)
         if module._compiled_call_impl is not None:
             if (call := region_call(module)) is not None:
                 _UNCOMPILED[module] = [origin for kept in call.entries.values() for _, _, origin in kept]
@@ -280,7 +280,7 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
     with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
 
         def note(entry: Entry) -> None:
-            if entry.model != plan.ledger_id:
+            if entry.model != plan.log_id:
                 return
             entries.append(entry)
             if not entry.backward:
@@ -288,8 +288,8 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
                 bar.update(entry.graphs)
                 bar.set_postfix_str(f"{entry.region.__name__} {entry.seconds:.1f} s")
 
-        LEDGER.listen()
-        LEDGER.listeners.append(note)
+        GRAPH_LOG.listen()
+        GRAPH_LOG.listeners.append(note)
         try:
             with undisturbed(model):
                 for call in calls:
@@ -297,7 +297,7 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
                     if model.training and torch.is_grad_enabled():
                         _run_backward(model, outputs)
         finally:
-            LEDGER.listeners.remove(note)
+            GRAPH_LOG.listeners.remove(note)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     costs: dict[tuple[str, object], RegionCost] = {}
@@ -340,7 +340,7 @@ def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | Non
     options = choices.options
     _refuse_cuda_graphs(mode, options, backend)
     limit = compile_limit_kwargs()
-    LEDGER.listen()
+    GRAPH_LOG.listen()
     if backend != "inductor":
         return {"backend": backend, "options": dict(options or {}), **limit}
     # torch.compile takes a mode or options, and a region's own wishes are options.
@@ -372,13 +372,13 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 
 def _warn_of_excess(entry: Entry) -> None:
     """Warn once of an obstacle that has cost a region a second graph for one structure and kind of input."""
-    plan = next((plan for plan in _PLANS.values() if plan.ledger_id == entry.model), None)
+    plan = next((plan for plan in _PLANS.values() if plan.log_id == entry.model), None)
     # A graph that took no time was loaded, which no call of Dynamo's would end with a warning.
     if plan is None or entry.backward or not entry.seconds or entry.region.__name__ not in plan.pending:
         return
     alike = [
         e
-        for e in LEDGER.of(entry.model)
+        for e in GRAPH_LOG.of(entry.model)
         if (e.region, e.structure, e.mode, e.inputs) == (entry.region, entry.structure, entry.mode, entry.inputs)
     ]
     if (graphs := sum(e.graphs for e in alike)) > 1:
