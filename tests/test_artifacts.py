@@ -233,6 +233,16 @@ def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words,
     assert not (tmp_path / "harm").exists()
 
 
+def test_regions_of_another_model_are_refused(tmp_path: Path) -> None:
+    blocks = nn.Sequential(*Shifts().blocks).eval()
+    zoo.compile_regions(blocks, regions=[zoo.Region(Shifted, graphs=1)])
+    with torch.no_grad():
+        blocks(torch.randn(4, 8))
+    zoo.save_compiled(blocks, tmp_path / "compiled")
+    with pytest.raises(zoo.ArtifactError, match="how regions of a Linear are chosen; call zoo.compile_regions"):
+        zoo.load_compiled(nn.Linear(8, 8), tmp_path / "compiled")
+
+
 def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(zoo.ArtifactError, match="another key"):
         loaded(folder, key=b"other")

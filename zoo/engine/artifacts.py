@@ -153,11 +153,14 @@ def load_compiled(
     if index:
         problems += _differences(index, model)
     if plan_of(model) is None and not (strict and problems):
-        if index and index["choices"] is None:
+        try:
+            choices = _choices(index["choices"], model) if index else Choices()
+        except (KeyError, TypeError) as error:  # objects that JSON has no form of, another model's regions
+            name = type(model).__name__
             raise ArtifactError(
-                f"{path} does not say how regions were chosen; call zoo.compile_regions(model, ...) first"
-            )
-        place_calls(model, _choices(index["choices"], model) if index else Choices(), lazily=True)
+                f"{path} does not say how regions of a {name} are chosen; call zoo.compile_regions(model, ...) first"
+            ) from error
+        place_calls(model, choices, lazily=True)
     if not problems:
         problems += _attach(model, path, index)
     if problems:
