@@ -3,8 +3,8 @@
 To follow one model through it, read in this order:
 
 - ``region``: what a model declares. ``discover``: which modules that names and how many graphs they need, with
-  ``signature`` (what makes two calls need two graphs), ``cut`` (where a model is cut that declares nothing), ``observe``
-  (what one eager call shows) and ``lifted`` (numbers and sizes that are symbols of one graph).
+  ``signature`` (what makes two calls need two graphs), ``cut`` (where a model is cut that declares nothing),
+  ``observe`` (what one eager call shows) and ``lifted`` (numbers and sizes that are symbols of one graph).
 - ``compile``: puts a ``call.RegionCall`` in the place of each module's call. ``direct``: the backend. It runs a graph
   of library calls and of ``kernel.Kernel`` launches as it was traced, and leaves any other to Inductor.
 - ``graph_log``: which graphs were compiled. ``budget``: holds them to what was declared.
