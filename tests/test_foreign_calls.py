@@ -380,6 +380,7 @@ def of_torch() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_is_an_error_with_its_remedy() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), num_layers=3).eval()
     padding = torch.tensor([[False, False, True], [False, False, False]])

@@ -50,7 +50,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
     was compiled with graph breaks is of no use to a model that allows none.
     """
 
-    def __init__(self, options: dict[str, Any], dynamic: bool | None, fullgraph: bool) -> None:
+    def __init__(self, options: dict[str, Any] | None, dynamic: bool | None, fullgraph: bool) -> None:
         super().__init__(None, options, dynamic)
         self.fullgraph = fullgraph
 
