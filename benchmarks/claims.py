@@ -96,7 +96,6 @@ def parse_limit(text: str) -> tuple[float, float]:
 
 
 def parse(text: str) -> dict[int, Claim]:
-    """Claims by number, in the order of the file."""
     data: dict[str, Any] = tomllib.loads(text)
     races = {name: (*race, "cuda") for name, race in data.pop("races").items()}
     groups = {name: [races[race] for race in names] for name, names in data.pop("groups").items()}
@@ -118,7 +117,6 @@ def parse(text: str) -> dict[int, Claim]:
 
 @functools.cache
 def known_claims() -> dict[int, Claim]:
-    """The claims of ``claims.toml``."""
     return parse(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -150,7 +148,6 @@ def _speed(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured 
 
 
 def _ratio(unit: str, ours: float | None, theirs: float | None) -> Measured | None:
-    """A ratio of two figures without intervals."""
     if ours is None or not theirs:
         return None
     return _exact(ours / theirs, f"{significant(theirs)} → {significant(ours)} {unit}, {cells.times(ours / theirs)}")
@@ -236,10 +233,7 @@ class Place:
 
 
 def places(part: Part, shown: Sequence[MeasuredRace]) -> list[Place]:
-    """Where the part was measured; of several rows of one race, the first with its arms on the newest torch.
-
-    Where the part speaks of a mean, one place, or none unless all races were measured.
-    """
+    """Where the part was measured; of several rows of one race, the first with its arms on the newest torch."""
     ranked = sorted(newest(shown), key=torch_version, reverse=True)  # stable: of one release as they are given
     first: dict[tuple[str, ...], tuple[MeasuredRace, Measured | str]] = {}
     for wanted in part.races:

@@ -10,6 +10,7 @@ usage; 4 where nothing of this is seen, but the noise of a race is too large to 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks import stats
@@ -26,10 +26,11 @@ from benchmarks.cli import UsageError, run_command
 from benchmarks.record import Compile, Result, Rows, device_name, load_run
 from benchmarks.report import cells
 from benchmarks.report.model import races
+from benchmarks.report.show import print_table
 from benchmarks.stats import Ratio, Verdict
 from zoo.advise import UNUSABLE, unusable
 
-STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "fails": "red"}
+HEAD = ("arm", "old ms", "new ms", "speed-up", "verdict")
 NOISY = 4
 COUNTS = "Exit 1 as well where graphs, breaks or recompiles grew."
 MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
@@ -37,8 +38,6 @@ MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 
 @dataclass(frozen=True)
 class Change:
-    """One arm in both runs."""
-
     old: Result | None  # None for an arm that is new
     new: Result | None  # None for an arm that is gone
     ratio: Ratio | None = None  # old time over new time, above 1 if it got faster
@@ -55,7 +54,6 @@ class Change:
 
     @property
     def newly_failing(self) -> bool:
-        """Whether it ran before and does not now."""
         return bool(self.old and self.new and self.old.status == "ok" and self.new.status != "ok")
 
     def regressed(self, bound: float) -> bool:
@@ -138,7 +136,6 @@ def _counts(old: Compile, new: Compile) -> tuple[bool, list[str]]:
 
 def _sizes(old: Result, new: Result) -> list[str]:
     def both(section: str, name: str) -> tuple[Any, Any] | None:
-        """A figure before and now, where both are known."""
         was, now = (getattr(getattr(row, section), name, None) for row in (old, new))
         return None if was is None or now is None else (was, now)
 
@@ -163,19 +160,16 @@ def render(changes: Sequence[Change], console: Console) -> None:
             groups.setdefault(change.row.case.race, []).append(change)
     for race, group in groups.items():
         console.print(Text("\n" + " · ".join(race[1:]), style="bold"))
-        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("arm", overflow="fold", min_width=20)
-        for column in ("old ms", "new ms", "speed-up", "verdict"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for change in group:
-            said = "fails" if change.newly_failing else change.verdict or cells.NOTHING
-            table.add_row(
-                Text(change.row.case.arm),
-                *(Text(cells.significant(_p50(row))) for row in (change.old, change.new)),
-                Text(cells.interval(change.ratio)),
-                Text(said, style=STYLES.get(said, "")),
-            )
-        console.print(table)
+        lines = [
+            [
+                change.row.case.arm,
+                *(cells.significant(_p50(row)) for row in (change.old, change.new)),
+                cells.interval(change.ratio),
+                "fails" if change.newly_failing else change.verdict or cells.NOTHING,
+            ]
+            for change in group
+        ]
+        print_table(console, "", (list(HEAD), lines))
         for change in group:
             if change.notes:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
@@ -204,16 +198,11 @@ def _p50(result: Result | None) -> float | None:
 
 
 def fraction(text: str) -> float:
-    """``5%`` or ``0.05`` as 0.05. UsageError on anything else, and on a bare number of 1 or more."""
-    try:
-        value = float(text.removesuffix("%").strip()) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
+    """``5%`` as 0.05; UsageError on anything else."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if number is None:
         raise UsageError(f"--max-regression takes a percentage of at least 0, got {text!r}; write 5%")
-    if value >= 1 and not text.endswith("%"):
-        raise UsageError(f"--max-regression {text} would allow {value:.0%}; did you mean {text}%?")
-    return value
+    return float(number[1]) / 100
 
 
 def command(
@@ -256,9 +245,5 @@ def command(
     return NOISY if any(change.noise is not None and _loud(change.noise) for change in both) else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.compare", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(command, "python -m benchmarks.compare"))

@@ -101,7 +101,6 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was compiled so far; the layers' signatures stay."""
         self._seen = len(self._dynamo.get_compilation_metrics())
         self._counters = self._snapshot()
 
@@ -128,10 +127,7 @@ class Recorder:
             self._signatures[span].add((type(module), weights, inputs, module.training))
 
     def facts(self, *, whole: bool = False) -> Compile:
-        """Everything since the recorder was made or restarted.
-
-        ``whole`` says that one call was compiled as a whole, so that a second frame can only come from a break.
-        """
+        """Everything since the recorder was made or restarted."""
         records = self._dynamo.get_compilation_metrics()[self._seen :]
         now = self._snapshot()
 
@@ -238,7 +234,6 @@ def _phases(records: list[Any]) -> dict[str, float]:
 
 
 def _short(reason: str) -> str:
-    """The reason without its hints and links, on one line."""
     lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("Hint:", "For more details", "Developer debug"))]
     return cut("; ".join(kept or lines), REASON_LENGTH)

@@ -106,14 +106,12 @@ def graph(size: int) -> dict[str, Any]:
 
 
 def generate(model: Any, given: dict[str, Any] | None = None, **how: Any) -> None:
-    """Ten tokens, twice."""
     inputs = {name: each for name, each in (given or tokens(6)).items() if not name.startswith("decoder")}
     for _ in range(2):
         model.generate(**inputs, max_new_tokens=10, min_new_tokens=10, do_sample=False, disable_compile=True, **how)
 
 
 def denoise(model: Any, inputs: Callable[[int], dict[str, Any]]) -> None:
-    """Five steps at one size."""
     for step in range(5):
         model(**{**inputs(2), "timestep": torch.tensor([0.9 - step / 10])})
 
@@ -303,7 +301,6 @@ def counts(foreign: Foreign, arm: str) -> dict[str, str]:
 
 
 def row(name: str, arms: Iterable[str] = ARMS) -> str:
-    """A line of the table."""
     foreign = MODELS[name]
     reports = [
         zoo.find_regions(foreign.make().train(training), inputs=foreign.inputs(foreign.sizes[0]))
@@ -335,7 +332,6 @@ def losses(line: str) -> list[str]:
 
 
 def rows_of(text: str) -> dict[str, str]:
-    """Lines of a page by model."""
     return {name: line for line in text.splitlines() if (name := line.split(" | ")[0].removeprefix("| ")) in MODELS}
 
 

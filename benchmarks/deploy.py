@@ -33,18 +33,13 @@ from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.model import UPSTREAM
 from benchmarks.report.tables import markdown
 
-# (implementation, strategy, CUDA graph, source, measured if nothing is said). The first one saves.
+# (implementation, strategy, CUDA graph, source). The first one saves.
 ARMS = (
-    ("zoo", "regional", False, EMPTY, True),
-    ("zoo", "regional", False, ARTIFACTS, True),
-    ("zoo", "regional", True, ARTIFACTS, True),
-    ("zoo", "eager", False, FILLED, True),
-    ("upstream", "eager", False, EMPTY, True),
-    ("zoo", "eager", False, EMPTY, False),
-    ("zoo", "regional", False, FILLED, False),
-    ("zoo", "regional", True, FILLED, False),
-    ("upstream", "full", False, EMPTY, False),
-    ("upstream", "full", False, FILLED, False),
+    ("zoo", "regional", False, EMPTY),
+    ("zoo", "regional", False, ARTIFACTS),
+    ("zoo", "regional", True, ARTIFACTS),
+    ("zoo", "eager", False, FILLED),
+    ("upstream", "eager", False, EMPTY),
 )
 HEAD = ("process", "imports", "context", "model", "load", "first call", "capture", "total", "call", "host")
 PHASES = (("python", "torch", "library"), ("context",), ("model",), ("load",), ("first call",), ("capture",))
@@ -59,7 +54,6 @@ def main(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Arms that match a pattern; the first runs always.")] = None,
     processes: Annotated[int, typer.Option(help="Processes of each arm but the first, which is one.")] = 3,
-    data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit in seconds for one process.")] = 300.0,
 ) -> int:
     """Measure how long new processes take to their first result; 1 if an arm failed."""
@@ -72,21 +66,21 @@ def main(
     on, workload = device_of(device), workload_of(family)
     pick("--model", [model], workload.models)
     pick("--input", [input], workload.inputs)
+    pick("--dtype", [dtype] if dtype else [], workload.dtypes(on))
     base = Case(family=workload.family, model=model, input=input, dtype=dtype or workload.dtypes(on)[0], device=on)
-    starts = []
-    for number, (impl, strategy, cuda_graph, source, usual) in enumerate(ARMS):
-        case = replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph)
-        start = Start(case=case, source=source)
-        wanted = number == 0 or (any(fnmatchcase(start.arm, each) for each in arm) if arm else usual)
-        if wanted and not (why := workload.refuses(case)):
-            starts.append(start)
-        elif wanted and number == 0:
+    starts: list[Start] = []
+    for impl, strategy, cuda_graph, source in ARMS:
+        start = Start(case=replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph), source=source)
+        why = workload.refuses(start.case)
+        if why and not starts:
             raise UsageError(f"{start.arm}: {why}")
+        if not why and (not starts or not arm or any(fnmatchcase(start.arm, each) for each in arm)):
+            starts.append(start)
     words = ["--family", family, "--model", model, "--input", input, "--dtype", base.dtype, "--device", on]
     words += [word for each in arm or [] for word in ("--arm", each)] + ["--processes", str(processes)]
     command = shlex.join(["python", "-m", "benchmarks.deploy", *words, "--out", out.name])
     with scratch_folder("regional-zoo-starts-") as folder:
-        runs = Processes(folder, family, None if data_root is None else str(data_root), timeout)
+        runs = Processes(folder, family, timeout)
         facts = runs.prepare({start.case.impl: start.case for start in starts}.values())
         try:
             runs.start(starts[0], save=True)
@@ -112,7 +106,6 @@ class Processes:
 
     folder: Path
     workload: str
-    data_root: str | None
     timeout: float
 
     def prepare(self, cases: Iterable[Case]) -> dict[str, Any]:
@@ -149,9 +142,8 @@ class Processes:
         print(f"{start.arm}: {start.reason or f'{start.processes[-1].total:.2f} s, {start.processes[-1]}'}", flush=True)
 
     def _run(self, case: Case, caches: Path, **asked: Any) -> dict[str, Any] | str:
-        """What a process of ``benchmarks.fresh`` tells, or why it failed."""
         asked |= {
-            "case": case.to_json(), "workload": self.workload, "data_root": self.data_root,
+            "case": case.to_json(), "workload": self.workload,
             "model": str(self.folder / f"{case.impl}.pt"),
         }  # fmt: skip
         try:

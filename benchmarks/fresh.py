@@ -31,7 +31,7 @@ def prepare(asked: dict[str, Any]) -> dict[str, Any]:
 
     case = Case(**asked["case"])
     torch.manual_seed(0)
-    prepared = families.load(asked["workload"]).prepare(case, data_root=asked["data_root"], seed=0)
+    prepared = families.load(asked["workload"]).prepare(case, data_root=None, seed=0)
     torch.save((prepared.model, prepared.inputs, prepared.static, prepared.dynamic), asked["model"])
     return machine.device_facts(case.device)
 

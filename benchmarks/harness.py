@@ -37,31 +37,30 @@ def run_race(
     progress: Progress,
     emit: Callable[[Result], None],
     *,
-    memory_bytes: Callable[[Case], int],
-    running_bytes: Callable[[Case], int] | None = None,
+    memory_bytes: Callable[..., int],
     peaks: Mapping[str, Any],
 ) -> None:
     """Measure the arms of one race and hand each row to ``emit`` as it is ready; a failure is a row too.
 
-    ``memory_bytes`` and ``running_bytes`` are the workload's estimates of an arm's peak with and without the reference,
-    ``peaks`` the peak rates of this device.
+    ``memory_bytes`` is the workload's estimate of an arm's peak, ``peaks`` the peak rates of this device.
     """
-    arms = _arms(cases, settings)
-    emitted: set[str] = set()
+    # Folders of caches: its twin's for a control, one for all where arms start together.
+    names = ["shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")) for case in cases]
+    arms = [ArmRun(case=case, folder=settings.scratch / name) for case, name in zip(cases, names, strict=True)]
+    waiting = list(arms)
 
     def hand_out(arm: ArmRun) -> None:
-        if arm.case.key not in emitted:
-            emitted.add(arm.case.key)
+        if arm in waiting:
+            waiting.remove(arm)
             emit(arm.result)
 
     def hand_out_failures() -> None:
-        for arm in arms:
-            if not arm.ok and arm.case.key not in emitted:
-                progress.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
-                hand_out(arm)
+        for arm in [arm for arm in waiting if not arm.ok]:
+            progress.note(f"{arm.case.arm}: {arm.result.status}: {arm.result.reason}")
+            hand_out(arm)
 
     try:
-        groups = _groups(arms, settings, memory_bytes, running_bytes or memory_bytes)
+        groups = _groups(arms, settings, memory_bytes)
         # Arms that cannot race side by side cannot get ready so either; the last group may only be what was left over.
         at_once = min((len(group) for group in groups[:-1] or groups), default=1)
         settings = replace(settings, ahead=min(settings.ahead, max(1, at_once)))
@@ -95,25 +94,11 @@ def run_race(
                 shutil.rmtree(arm.folder, ignore_errors=True)
 
 
-def _arms(cases: Sequence[Case], settings: Settings) -> list[ArmRun]:
-    """Each with the folder of its caches: its twin's for a control, one for all where arms start together."""
-
-    def folder(case: Case) -> Path:
-        return settings.scratch / ("shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")))
-
-    return [ArmRun(case=case, folder=folder(case)) for case in cases]
-
-
 def _safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
 
 
-def _groups(
-    arms: Sequence[ArmRun],
-    settings: Settings,
-    memory_bytes: Callable[[Case], int],
-    running_bytes: Callable[[Case], int],
-) -> list[list[ArmRun]]:
+def _groups(arms: Sequence[ArmRun], settings: Settings, memory_bytes: Callable[..., int]) -> list[list[ArmRun]]:
     """Groups of arms that fit in memory side by side; one arm of the first group also computes the reference output.
 
     Where not all fit, each group holds the reference arm again, to be paired with it, unless an arm does not fit beside
@@ -123,7 +108,8 @@ def _groups(
     needs, running = {}, {}
     for arm in arms:
         try:
-            needs[arm.case.key], running[arm.case.key] = memory_bytes(arm.case), running_bytes(arm.case)
+            needs[arm.case.key] = memory_bytes(arm.case, reference=True)
+            running[arm.case.key] = memory_bytes(arm.case, reference=False)
         except Exception as error:
             arm.fail("failed", f"its memory could not be estimated: {type(error).__name__}: {error}")
             continue
@@ -183,7 +169,6 @@ def _race_group(
         first_round=first_round,
         seed=settings.seed + first_round,
         monitor=settings.monitor,
-        on_round=lambda number: progress.partway(number / settings.rounds),
     )
     progress.begin("kernel counts and profile", 1.0)
     for arm in racing:
@@ -205,13 +190,12 @@ def race(
     first_round: int,
     seed: int,
     monitor: Monitor,
-    on_round: Callable[[int], None] = lambda number: None,
 ) -> None:
     """In every round each arm works once, alone, in an order drawn for that round.
 
     Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
     that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are appended,
-    under round numbers from ``first_round`` on, so that groups do not mix. ``on_round`` gets the number of rounds done.
+    under round numbers from ``first_round`` on, so that groups do not mix.
     """
     draw = random.Random(seed)
     for arm in arms:
@@ -226,7 +210,6 @@ def race(
         for arm in order:
             with failures_of(arm):
                 _turn(arm, first_round + number, monitor)
-        on_round(number + 1)
 
 
 def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:

@@ -83,7 +83,6 @@ def python_path() -> dict[str, str]:
 
 
 def cores() -> int:
-    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -29,8 +30,10 @@ from benchmarks.startup import Settings, estimate_race
 if TYPE_CHECKING:
     from benchmarks.families import Workload
 
-PEAKS_SECONDS = 12.0
+PEAKS_SECONDS = {False: 12.0, True: 2.4}  # by --quick
 SCRATCH = "regional-zoo-run-"
+# Statuses that say that an arm of ours is broken. One that does not fit, or was stopped, is not.
+BROKEN = ("failed", "crashed", "timeout", "out-of-memory")
 UNWRITABLE = 3
 INTERRUPTED = 130
 
@@ -41,19 +44,15 @@ class Unwritable(Exception):
 
 @dataclass
 class Run:
-    """What a run will measure. ``command`` gives the command line that measures a case's row again."""
-
     workload: Workload
     device: str
     cases: list[Case]
     refused: Mapping[str, str]
     out: Path
-    command: Callable[[Case, Settings], str]
     done: set[str] = field(default_factory=set)  # keys of cases that the files hold already
 
     @property
     def races(self) -> list[list[Case]]:
-        """What is left to do, race by race."""
         todo = [case for case in self.cases if case.key not in self.done]
         return list(races_of(todo).values())
 
@@ -76,7 +75,6 @@ class Run:
             raise UsageError(f"--out: {taken[0]} is there already; add --resume to continue it, or name another place")
 
     def results(self) -> tuple[list[Result], dict[str, Any]]:
-        """The rows of this run's cases, and the environments that they name."""
         wanted = {case.key for case in self.cases}
         results: list[Result] = []
         environments: dict[str, Any] = {}
@@ -86,13 +84,20 @@ class Run:
         return results, environments
 
 
-# Prints what was measured; gets the keys of the cases measured now and returns the exit code.
-Conclude = Callable[[Run, Console, set[str]], int]
+def command_of(case: Case, settings: Settings) -> str:
+    words = ["python", "-m", "benchmarks.run", "--family", settings.workload, "--model", case.model]
+    words += ["--input", case.input, "--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
+    words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
+    words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
+    words += ["--rounds", str(settings.rounds)]
+    for option in ("curve", "data_root", "seed"):
+        if value := getattr(settings, option):
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 @contextmanager
 def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False, **options: Any) -> Iterator[Settings]:
-    """Settings with a scratch folder, which is removed at the end."""
     stack = ExitStack()
     try:
         remove_stale(SCRATCH)
@@ -114,39 +119,35 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
         )
 
 
-def measure(run: Run, settings: Settings, console: Console, conclude: Conclude) -> int:
-    """Measure what is left of the run and conclude; the exit code.
+def measure(run: Run, settings: Settings, console: Console) -> int:
+    """Measure what is left of the run and show it; the exit code.
 
     UsageError if the rows' folder or the device cannot be used; nothing has been measured then.
     """
     races = run.races
-    seconds = _peaks_seconds(settings) + sum(estimate_race(arms, settings) for arms in races)
+    seconds = PEAKS_SECONDS[settings.quick] + sum(estimate_race(arms, settings) for arms in races)
     _announce(run, races, settings, seconds, console)
     measured: set[str] = set()
     if not races:
-        return conclude(run, console, measured)
+        return _conclude(run, console, measured)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked(run.out), ExitStack() as stack:
             progress = Progress(console, seconds)
             environment, settings = _environment(run, settings, progress, stack)
             for arms in races:
-                progress.race(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
+                console.print(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
                 _measure_race(run, arms, settings, progress, environment, measured)
     except (KeyboardInterrupt, Unwritable) as error:
         kill_all()
-        conclude(run, console, measured)
+        _conclude(run, console, measured)
         stopped = isinstance(error, KeyboardInterrupt)
         said = "stopped; finished rows are kept. " if stopped else f"error: {error}\n"
         console.print(f"{said}Continue with --resume --out {run.out}", soft_wrap=True)
         return INTERRUPTED if stopped else UNWRITABLE
     finally:
         kill_all()
-    return conclude(run, console, measured)
-
-
-def _peaks_seconds(settings: Settings) -> float:
-    return PEAKS_SECONDS * (0.2 if settings.quick else 1)
+    return _conclude(run, console, measured)
 
 
 def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, seconds: float, console: Console) -> None:
@@ -165,11 +166,8 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
 
 
 def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
-    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU.
-
-    From here on, until ``stack`` is closed, no other run works on the GPU.
-    """
-    progress.begin("peak rates of the device", _peaks_seconds(settings))
+    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU."""
+    progress.begin("peak rates of the device", PEAKS_SECONDS[settings.quick])
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in run.cases) and not settings.steady_only
     worker = Worker(cache_environment(folder), timeout=settings.timeout)
@@ -196,14 +194,12 @@ def _measure_race(
     _write(store, environment)
 
     def emit(result: Result) -> None:
-        result.command = run.command(result.case, settings)
+        result.command = command_of(result.case, settings)
         result.environment = environment["id"]
         _write(store, result.to_json())
         measured.add(result.case.key)
 
-    running = getattr(run.workload, "running_bytes", None)
-    needs: dict[str, Any] = {"memory_bytes": run.workload.memory_bytes, "running_bytes": running}
-    run_race(arms, settings, progress, emit, **needs, peaks=environment["peaks"])
+    run_race(arms, settings, progress, emit, memory_bytes=run.workload.memory_bytes, peaks=environment["peaks"])
 
 
 def _write(store: Store, row: Mapping[str, Any]) -> None:
@@ -216,19 +212,22 @@ def _write(store: Store, row: Mapping[str, Any]) -> None:
         raise Unwritable(f"{store.path} cannot be written ({error.strerror}); the rows in it are kept") from error
 
 
-def say_where(run: Run, console: Console) -> None:
-    """Name the files of rows, and write the HTML report of everything in that place, earlier runs included."""
-    console.print(f"\nrows: {', '.join(str(store.path) for store in run.stores())}")
-    if not run.results()[0]:
-        return
-    from benchmarks.report.show import folder_of_reports, write_html
+def _conclude(run: Run, console: Console, measured: set[str]) -> int:
+    """Print this run's tables and write the HTML report of all rows in their place; 1 if an arm of ours is broken."""
+    from benchmarks.report.show import folder_of_reports, render, write_html  # which measuring does not need
 
-    try:
-        path = write_html(load(run.out), folder_of_reports(run.out) / "report.html")
-    except (OSError, ValueError) as error:  # another run's broken row must not hide that this run is done
-        console.print(f"no report: {error}")
-    else:
-        console.print(f"report: {path}")
+    results, environments = run.results()
+    render(results, environments, console)
+    console.print(f"\nrows: {', '.join(str(store.path) for store in run.stores())}")
+    if results:
+        try:
+            path = write_html(load(run.out), folder_of_reports(run.out) / "report.html")
+        except (OSError, ValueError) as error:  # another run's broken row must not hide that this run is done
+            console.print(f"no report: {error}")
+        else:
+            console.print(f"report: {path}")
+    ours = [result for result in results if result.case.impl == "zoo" and not result.case.control]
+    return int(any(result.status in BROKEN and result.case.key in measured for result in ours))
 
 
 # Locks on files: the system releases them when the process ends, however it ends --------------------------------------
@@ -241,28 +240,21 @@ def gpu_alone(uuid: str | None, note: Callable[[str], None]) -> Iterator[None]:
     Runs find each other if they use one folder for temporary files; ``note`` is told of a wait, or that there is no
     lock.
     """
-    descriptor = None if uuid is None else _lock_file(uuid)
-    if uuid is not None and descriptor is None:
-        note("no lock file can be opened: this run does not wait for others on this GPU")
-    try:
+    path, descriptor = Path(tempfile.gettempdir()) / f"regional-zoo-{uuid}.lock", None
+    with ExitStack() as stack:
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's file can be locked, if not written
+            with contextlib.suppress(OSError):
+                descriptor = os.open(path, flags, 0o666) if uuid and descriptor is None else descriptor
         if descriptor is not None:
+            stack.callback(os.close, descriptor)
             try:
                 _lock(descriptor)
             except BlockingIOError:
                 note("waiting for another run on this GPU")
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+        elif uuid is not None:
+            note("no lock file can be opened: this run does not wait for others on this GPU")
         yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _lock_file(uuid: str) -> int | None:
-    path = Path(tempfile.gettempdir()) / f"regional-zoo-{uuid}.lock"
-    for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's file can be locked, if not written
-        with contextlib.suppress(OSError):
-            return os.open(path, flags, 0o666)
-    return None
 
 
 @contextmanager

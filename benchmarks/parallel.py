@@ -42,11 +42,11 @@ from benchmarks.report.cells import NOTHING, significant
 from benchmarks.report.model import machine_name
 from benchmarks.report.show import print_table
 from benchmarks.report.tables import filled, markdown
-from benchmarks.strategies import READY_BATCHES, make_optimizer, plain_step
+from benchmarks.strategies import READY_BATCHES, make_optimizer, our_step, plain_step
 from benchmarks.timing import ROUND_MS, back_to_back, once
 from zoo.bert import Bert
 from zoo.llm import LLM
-from zoo.training import TrainingStep, parallelize
+from zoo.training import parallelize
 from zoo.training.parallel import collective_obstacles
 
 # What --parallel takes, and the dimension of the mesh that it means.
@@ -76,7 +76,6 @@ class Measured:
 
     @property
     def ms(self) -> float:
-        """Median of a call."""
         return statistics.median(self.steady.samples)
 
 
@@ -122,7 +121,6 @@ class _Group:
         self.rank, self.ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
 
     def everyone(self, value: Any) -> list[Any]:
-        """The value of each process."""
         found: list[Any] = [value] * self.ranks
         if self.mesh is not None:
             dist.all_gather_object(found, value, group=self._control)
@@ -162,7 +160,7 @@ def main(
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit, device_id=where)
     mesh = init_device_mesh(base.device, (dist.get_world_size(),), mesh_dim_names=(WAYS[parallel],))
     group = _Group(parallel, mesh, dist.new_group(backend="gloo", timeout=limit))
-    console = Console(width=WIDTH, quiet=group.rank != 0)
+    console = Console(width=WIDTH, quiet=group.rank != 0, markup=False, highlight=False)
     facts = {**machine.device_facts(base.device), "collectives": dist.get_backend(), **{n: os.environ[n] for n in NCCL}}
     environment = machine.row(facts, {})
     name = f"{base.family}-{base.workload}-{base.dtype}-{parallel}.jsonl"
@@ -182,7 +180,7 @@ def main(
             if group.rank == 0:
                 _compare(row, workload, prepare, rounds)
         group.everyone(None)  # the others wait
-        console.print(f"{case.arm}: {row.reason or f'{row.of_ranks[0].ms:.3g} ms'}", markup=False, highlight=False)
+        console.print(f"{case.arm}: {row.reason or f'{row.of_ranks[0].ms:.3g} ms'}")
         if row.status != "left-out":
             rows.append(row)
             for content in ([environment] if len(rows) == 1 else []) + [{"kind": "parallel", **asdict(row)}]:
@@ -190,13 +188,15 @@ def main(
                     store.append(content)
         if failed and len(failed) < group.ranks:
             break  # a collective of the others may still wait for the one that failed
-    _conclude([row for row in rows if row.status == "ok"], console)
-    console.print(f"rows: {store.path}", markup=False, highlight=False)
+    if done := [row for row in rows if row.status == "ok"]:
+        title, head, lines = _table(done)
+        console.print(f"\n{title}")
+        print_table(console, "", (head, lines))
+    console.print(f"rows: {store.path}")
     return 1 if any(row.status != "ok" and row.case.impl == "zoo" for row in rows) else 0
 
 
 def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds: int) -> Measured | tuple[str, str]:
-    """What was measured, or the status and reason of a failure."""
     torch.compiler.reset()
     gc.collect()
     try:
@@ -212,8 +212,7 @@ def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds:
 
 
 def _compare(row: Row, workload: Workload, prepare: Callable[[], Prepared], rounds: int) -> None:
-    """Measure the same arm in this process alone."""
-    needed = workload.running_bytes(row.case)
+    needed = workload.memory_bytes(row.case, reference=False)
     if row.case.device != "cpu" and needed > (there := torch.cuda.get_device_properties().total_memory):
         row.alone_reason = f"one process needs {needed / 2**30:.0f} GiB, there are {there / 2**30:.0f}"
     elif isinstance(alone := _attempt(row.case, prepare, _Group(), rounds), tuple):
@@ -241,7 +240,10 @@ def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Meas
     call: Callable[[], Any] = functools.partial(model, **prepared.inputs)
     with strategies.execution_mode(case):
         if training is not None:
-            step = _training_step(case, model, prepared)
+            optimizer = make_optimizer(model, training, capturable=case.cuda_graph, ours=case.impl == "zoo")
+            step: Callable[[Any], torch.Tensor] = functools.partial(plain_step, model, training, optimizer)
+            if case.impl == "zoo":
+                step = our_step(model, training, optimizer, cuda_graph=case.cuda_graph)
             losses = [float(step(training.batch(group.part(index)))) for index in range(training.checked)]
             for batch in training.shapes * 4:  # at the third of a shape it may be captured
                 step(batch)
@@ -317,18 +319,6 @@ def _spread_upstream(model: nn.Module, how: dict[str, Any], group: _Group) -> nn
     return model
 
 
-def _training_step(case: Case, model: nn.Module, prepared: Prepared) -> Callable[[Any], torch.Tensor]:
-    training = prepared.training
-    assert training is not None
-    optimizer = make_optimizer(model, training, capturable=case.cuda_graph, ours=case.impl == "zoo")
-    if case.impl != "zoo":
-        return lambda batch: plain_step(model, training, optimizer, batch)
-    return TrainingStep(
-        model, training.loss, optimizer, autocast=training.autocast,
-        cuda_graph=case.cuda_graph, warmup=2, most_graphs=max(1, len(training.shapes)),
-    )  # fmt: skip
-
-
 def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
     """What the arms of one model did: a title, the head and a line an arm."""
     case, unit = rows[0].case, rows[0].of_ranks[0].unit or "calls"
@@ -364,20 +354,5 @@ def tables(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
-def _conclude(rows: Sequence[Row], console: Console) -> None:
-    """A table of the arms, and what it says."""
-    if not rows:
-        return
-    unit = rows[0].of_ranks[0].unit or "calls"
-    title, head, lines = _table(rows)
-    console.print(f"\n{title}", markup=False, highlight=False)
-    print_table(console, "", (head, lines))
-    best = max(rows, key=lambda row: row.per_rank)
-    scaled = "" if best.scaling is None else f", {significant(best.scaling)} times one process"
-    said = f"{best.case.arm} is fastest: {significant(best.per_rank)} {unit} a second of each rank{scaled}."
-    console.print(f"\n{said}", markup=False, highlight=False)
-
-
 def _by_rank(values: Sequence[str]) -> str:
-    """One value if all are equal."""
     return ", ".join(values[:1] if len(set(values)) == 1 else values)

@@ -16,9 +16,9 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WORKLOADS = ("inference", "train")
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What --strategy takes: a strategy, or one under the outer CUDA graph.
-CUDA_GRAPH = "+cudagraph"
-STRATEGY_NAMES = (*STRATEGIES, *(name + CUDA_GRAPH for name in STRATEGIES))
+# What --strategy takes: a strategy, one under the outer CUDA graph, or one compiled with dynamic shapes.
+CUDA_GRAPH, DYNAMIC = "+cudagraph", "+dynamic"
+STRATEGY_NAMES = tuple(name + more for more in ("", CUDA_GRAPH, DYNAMIC) for name in STRATEGIES)
 # What --impl takes: an implementation, or the zoo without its own kernels, which shows what they gain.
 LIBRARY = "zoo-library"
 IMPLEMENTATION_NAMES = (IMPLEMENTATIONS[0], LIBRARY, *IMPLEMENTATIONS[1:])
@@ -65,7 +65,6 @@ class Case:
 
     @property
     def race(self) -> tuple[str, ...]:
-        """What all arms of one race share."""
         return (self.family, self.model, self.input, self.workload, self.dtype, self.device)
 
     @property
@@ -88,58 +87,33 @@ class Case:
     @property
     def strategy_name(self) -> str:
         """The name that ``--strategy`` takes for this arm."""
-        return self.strategy + (CUDA_GRAPH if self.cuda_graph else "")
+        return self.strategy + CUDA_GRAPH * self.cuda_graph + DYNAMIC * self.dynamic
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def refusal(case: Case) -> str | None:
-    """Why no workload can have such an arm, or None."""
-    for what, value, known in (
-        ("implementation", case.impl, IMPLEMENTATIONS),
-        ("strategy", case.strategy, STRATEGIES),
-        ("mode", case.mode, MODES),
-    ):
-        if value not in known:
-            return f"{what} {value!r} is not one of {', '.join(known)}"
-    if not case.kernels and case.device == "cpu":
-        return "on a CPU the zoo runs no kernels of its own, so this arm equals zoo"
-    if case.strategy == "eager":
-        if case.mode != "default":
-            return f"eager is not compiled, so mode {case.mode} does not apply"
-        if case.dynamic:
-            return "eager is not compiled, so dynamic shapes do not apply"
-    if case.strategy == "hierarchical" and case.impl != "zoo":
-        return "hierarchical needs the declared regions of a zoo model"
-    if case.mode in CUDA_GRAPH_MODES:
-        if case.strategy != "full":
-            return f"{case.mode} records a CUDA graph for each compiled block; it is for full alone"
-        if case.cuda_graph:
-            return f"{case.mode} records CUDA graphs itself; leave out +cudagraph"
-        if case.device == "cpu":
-            return f"{case.mode} needs a GPU"
-    if case.cuda_graph:
-        if case.device == "cpu":
-            return "a CPU has no CUDA graphs"
-        if case.dynamic:
-            return "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured"
-    return None
+    cpu, eager, parts = case.device == "cpu", case.strategy == "eager", case.strategy != "full"
+    theirs, records = case.impl != "zoo", case.mode in CUDA_GRAPH_MODES
+    reasons = {
+        "on a CPU the zoo runs no kernels of its own, so this arm equals zoo": cpu and not case.kernels,
+        f"eager is not compiled, so mode {case.mode} does not apply": eager and case.mode != "default",
+        "eager is not compiled, so dynamic shapes do not apply": eager and case.dynamic,
+        "hierarchical needs the declared regions of a zoo model": theirs and case.strategy == "hierarchical",
+        f"{case.mode} records a CUDA graph for each compiled block; it is for full alone": records and parts,
+        f"{case.mode} records CUDA graphs itself; leave out +cudagraph": records and case.cuda_graph,
+        f"{case.mode} needs a GPU": records and cpu,
+        "a CPU has no CUDA graphs": case.cuda_graph and cpu,
+        "a CUDA graph has fixed shapes, so dynamic shapes cannot be captured": case.cuda_graph and case.dynamic,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def arms_of(
-    base: Case,
-    *,
-    impls: Sequence[str] = (),
-    strategies: Sequence[str] = (),
-    modes: Sequence[str] = (),
-    dynamic: bool = False,
+    base: Case, *, impls: Sequence[str] = (), strategies: Sequence[str] = (), modes: Sequence[str] = ()
 ) -> list[Case]:
-    """The arms that the options name, each value with each, on the model and input of ``base``.
-
-    An option left out takes the default arms' values. With ``dynamic`` a dynamic twin follows every compiled arm. Arms
-    that cannot exist are in the list: ``expand`` drops them and says why.
-    """
+    """The arms that the options name, each value with each, on the model and input of ``base``."""
     gpu = base.device != "cpu"
     default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]
     fallback = [name for impl, name, _ in default if impl == "zoo"]  # of an implementation without default arms
@@ -149,21 +123,18 @@ def arms_of(
             chosen += [(impl, name, mode) for name in strategies or fallback for mode in modes or ("default",)]
         else:
             chosen += [arm for arm in default if arm[0] == impl] or [(impl, name, "default") for name in fallback]
-    arms = []
-    for impl, name, mode in dict.fromkeys(chosen):
-        arm = replace(
+    return [
+        replace(
             base,
             impl="zoo" if impl == LIBRARY else impl,
             kernels=impl != LIBRARY,
-            strategy=name.removesuffix(CUDA_GRAPH),
+            strategy=name.partition("+")[0],
             mode=mode,
             cuda_graph=name.endswith(CUDA_GRAPH),
-            dynamic=False,
+            dynamic=name.endswith(DYNAMIC),
         )
-        arms.append(arm)
-        if dynamic and arm.strategy != "eager":
-            arms.append(replace(arm, dynamic=True))
-    return arms
+        for impl, name, mode in dict.fromkeys(chosen)
+    ]
 
 
 def expand(
@@ -172,45 +143,33 @@ def expand(
     """All arms of all races, each race with its A/A control last; and why arms were left out, by case key.
 
     ``bases`` are a case per race, ``only`` shell patterns such as ``"zoo *"`` that names of arms must match, if there
-    are any, and ``options`` those of ``arms_of``. ``--dynamic`` asks for a twin of every compiled arm, so a twin that
-    cannot exist is left out silently, unless a pattern of ``only`` names it and not its static arm, or no dynamic arm
-    is left at all.
+    are any, and ``options`` those of ``arms_of``.
     """
     cases: list[Case] = []
     refused: dict[str, str] = {}
-    unasked: dict[str, str] = {}
     for base in bases:
         arms = []
         for case in arms_of(base, **options):
-            patterns = [pattern for pattern in only if fnmatchcase(case.arm, pattern)]
-            if only and not patterns:
+            if only and not any(fnmatchcase(case.arm, pattern) for pattern in only):
                 continue
-            if not (why := refusal(case) or refuses(case)):
-                arms.append(case)
-                continue
-            static = replace(case, dynamic=False)
-            if not case.dynamic or not all(fnmatchcase(static.arm, pattern) for pattern in patterns):
+            if why := refusal(case) or refuses(case):
                 refused[case.key] = why
-            elif why != refused.get(static.key):  # say once what holds for both
-                unasked[case.key] = why
+            else:
+                arms.append(case)
         cases += arms
         if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
             cases.append(replace(twin_of(arms), control=True))
-    return cases, refused if any(case.dynamic for case in cases) else refused | unasked
+    return cases, refused
 
 
 def twin_of(arms: Sequence[Case]) -> Case:
-    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all.
-
-    A static one if there is one, so that ``--dynamic`` does not change whose noise is measured.
-    """
+    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all; a static one if there is."""
     static = [case for case in arms if not case.dynamic] or list(arms)
     own = [case for case in static if case.impl == "zoo" and case.kernels]
     return (own or static)[-1]
 
 
 def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:
-    """Cases by race, in order."""
     races: dict[tuple[str, ...], list[Case]] = {}
     for case in cases:
         races.setdefault(case.race, []).append(case)
@@ -222,58 +181,36 @@ def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:
 PROGRAM = ("python", "-m", "benchmarks.run")
 # benchmarks.run takes lists of these and runs each with each; commands that differ in anything else stay apart.
 LISTS = ("--model", "--input", "--impl", "--strategy", "--mode", "--dtype")
-# Dynamic arms come beside static ones, so one run measures both, as a race that is replaced as a whole needs it.
-DYNAMIC, ARM = "--dynamic", "--arm"
-# The names of a command's dynamic arms, none where it measures all; None where it measures static ones alone.
-Arms = tuple[str, ...] | None
 
 
 def merged(commands: Iterable[str]) -> list[str]:
     """Commands that differ in lists alone made one; others, and what is no run of ours, as they are."""
-    groups: dict[tuple[str, ...], tuple[dict[str, list[str]], list[Arms]]] = {}
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for command in commands:
-        fixed, lists, dynamic = _parse(command)
-        known, twins = groups.setdefault(fixed, ({}, []))
+        fixed, lists = _parse(command)
+        known = groups.setdefault((*fixed, *sorted(lists)), {})  # one that names a list and one that does not stay two
         for option, values in lists.items():
             known.setdefault(option, []).extend(value for value in values if value not in known.get(option, []))
-        twins.append(dynamic)
-    return [_written(fixed, lists, _together(twins)) for fixed, (lists, twins) in groups.items()]
+    return [_written(fixed[: len(fixed) - len(lists)], lists) for fixed, lists in groups.items()]
 
 
-def _parse(command: str) -> tuple[tuple[str, ...], dict[str, list[str]], Arms]:
-    """The words that must agree, a mark where the first list stood; the values of the lists; the dynamic arms."""
-    words = tuple(shlex.split(command))
-    if words[:3] != PROGRAM:
-        return words, {}, None
-    dynamic, rest = DYNAMIC in words, iter(words)
+def _parse(command: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The words that must agree, and the values of the lists."""
+    words = shlex.split(command)
+    if tuple(words[:3]) != PROGRAM:
+        return words, {}
+    rest = iter(words)
     lists: dict[str, list[str]] = {}
     fixed: list[str] = []
-    arms: list[str] = []
     for word in rest:
         if word in LISTS:
             lists.setdefault(word, []).extend(next(rest, "").split(","))
-        elif dynamic and word == ARM:
-            arms.append(next(rest, ""))
-        elif word != DYNAMIC:
+        else:
             fixed.append(word)
-    # One command that names a list and one that does not are two runs.
-    return (*fixed, *sorted(lists)), lists, tuple(arms) if dynamic else None
+    return fixed, lists
 
 
-def _together(twins: Sequence[Arms]) -> list[str]:
-    """The options that measure the dynamic arms of these commands, and the static ones where one measures such."""
-    asked = [arms for arms in twins if arms is not None]
-    named = [] if None in twins or () in twins else dict.fromkeys(arm for arms in asked for arm in arms)
-    return [DYNAMIC] * bool(asked) + [word for arm in named for word in (ARM, arm)]
-
-
-def _written(fixed: tuple[str, ...], lists: dict[str, list[str]], dynamic: list[str]) -> str:
-    if not lists:
-        return shlex.join([*fixed, *dynamic])
-    words = [*fixed[: -len(lists)], *dynamic]
-    place = words.index("--family") + 2 if "--family" in words else len(PROGRAM)
-    for option in LISTS:
-        if option in lists:
-            words[place:place] = [option, ",".join(lists[option])]
-            place += 2
-    return shlex.join(words)
+def _written(fixed: tuple[str, ...], lists: dict[str, list[str]]) -> str:
+    place = fixed.index("--family") + 2 if "--family" in fixed else len(PROGRAM)
+    named = [word for option in LISTS if option in lists for word in (option, ",".join(lists[option]))]
+    return shlex.join([*fixed[:place], *named, *fixed[place:]])

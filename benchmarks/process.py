@@ -123,7 +123,6 @@ class Worker:
         return line
 
     def _death(self) -> WorkerFailure:
-        """What killed the process, which has closed its pipe."""
         if self._stopped:
             return WorkerFailure("interrupted", f"stopped during {self._pending}", self._pending)
         try:
@@ -240,10 +239,7 @@ def main() -> None:
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """A worker's reply to a request that raised: status, and reason with a remedy if one is known.
-
-    What the error was raised from is considered too, since the compiler wraps errors. The traceback goes to stderr.
-    """
+    """A worker's reply to a request that raised: status, and reason with a remedy if one is known."""
     status, remedy = "failed", ""
     for cause in _causes(error):
         status, remedy = _typed(cause)
@@ -277,14 +273,11 @@ def _typed(cause: BaseException) -> tuple[str, str]:
         return "failed", "no C++ compiler works here: install g++ or clang++, or name one in CXX"
     if any(words in text for words in DISK_FULL):
         return "failed", f"a disk is full: make room, or {SET_TMPDIR}"
-    if isinstance(cause, OSError) and (cause.errno == errno.EROFS or _in_cache(cause.filename)):
-        return "failed", f"the disk cannot be written: {SET_TMPDIR}"
+    if isinstance(cause, OSError):
+        cached = str(cause.filename).startswith(os.environ.get(INDUCTOR_CACHE, "\n"))  # and no file of the user's
+        if cause.errno == errno.EROFS or cached:
+            return "failed", f"the disk cannot be written: {SET_TMPDIR}"
     return "failed", ""
-
-
-def _in_cache(name: Any) -> bool:
-    """Whether a file belongs to the compiler's cache, and not to the model or its user."""
-    return isinstance(name, str) and INDUCTOR_CACHE in os.environ and name.startswith(os.environ[INDUCTOR_CACHE])
 
 
 if __name__ == "__main__":

@@ -98,9 +98,5 @@ def command(
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.promote", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(command, "python -m benchmarks.promote"))

@@ -237,7 +237,6 @@ class Start:
 
     @property
     def arm(self) -> str:
-        """The arm's name, as ``zoo regional, artifacts``."""
         return f"{self.case.arm}, {self.source}"
 
     @property
@@ -319,7 +318,6 @@ class Store:
             file.write(b"\n")  # the row is whole, only its line end is missing
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All rows."""
         return (row for _, row in self._numbered())
 
     def _numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -359,7 +357,6 @@ class Store:
         return list(newest.values())
 
     def starts(self) -> list[Start]:
-        """Rows of starts, the newest of each arm."""
         found = [_validated(Start, row) for row in self.rows() if row.get("kind") == "start"]
         return list({(each.case.key, each.source): each for each in found}.values())
 
@@ -370,8 +367,6 @@ class Store:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What one file or a folder of files holds."""
-
     results: list[Result]  # which the families' tables are made from
     environments: dict[str, dict[str, Any]]  # by the id that rows name
     extra: dict[str, list[Result]] = field(default_factory=dict)  # by name, of races that answer one question each
@@ -379,7 +374,6 @@ class Rows:
     parallel: list[Row] = field(default_factory=list)  # of ``benchmarks.parallel``, as they are
 
     def environment(self, result: Result | Start) -> dict[str, Any]:
-        """The environment of a result; empty where the row names none."""
         return self.environments.get(result.environment or "", {})
 
 

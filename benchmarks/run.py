@@ -6,29 +6,24 @@ Ctrl-C, which keeps what was done.
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks.cli import UsageError, did_you_mean, pick, require_zoo, run_command
+from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.harness import ROUNDS_OF_A_GROUP
-from benchmarks.measure import Run, measure, say_where, settings_of
+from benchmarks.measure import Run, measure, settings_of
 from benchmarks.plan import DTYPES, IMPLEMENTATION_NAMES, MODES, STRATEGY_NAMES, WORKLOADS, Case, expand
-from benchmarks.startup import Settings
 
 if TYPE_CHECKING:
     from benchmarks.families import Workload
 
 RUNS = Path("runs")
-# Statuses that say that an arm of ours is broken. One that does not fit, or was stopped, is not.
-BROKEN = ("failed", "crashed", "timeout", "out-of-memory")
 
 
 def main(
@@ -42,9 +37,6 @@ def main(
     workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if omitted.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
-    dynamic: Annotated[
-        bool, typer.Option("--dynamic", help="Add an arm with dynamic shapes per compiled arm.")
-    ] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder with real data sets.")] = None,
     timeout: Annotated[float, typer.Option(help="Time limit in seconds for one step of an arm.")] = 900.0,
     resume: Annotated[bool, typer.Option("--resume", help="Skip arms done in --out or the newest run.")] = False,
@@ -89,7 +81,7 @@ def main(
     if parallel:
         from benchmarks import parallel as processes
 
-        if impl or strategy or mode or dynamic or curve or resume or list_:
+        if impl or strategy or mode or curve or resume or list_:
             raise UsageError("--parallel: arms are chosen by --arm and measured anew; leave out other options")
         return processes.main(
             loaded,
@@ -109,14 +101,13 @@ def main(
         impls=pick("--impl", impl or [], IMPLEMENTATION_NAMES),
         strategies=pick("--strategy", strategy or [], STRATEGY_NAMES),
         modes=pick("--mode", mode or [], MODES),
-        dynamic=dynamic,
     )
     if not cases and not refused and arm:
         raise UsageError(f"--arm: no arm matches {', '.join(map(repr, arm))}; --list shows their names")
     if not cases:
         raise UsageError("nothing is left to measure: " + next(iter(refused.values()), "no model and input"))
     folder = out or (_newest_run() if resume else RUNS / time.strftime("%Y%m%d-%H%M%S"))
-    run = Run(loaded, on, cases, refused, folder, lambda case, settings: _command(family, case, settings))
+    run = Run(loaded, on, cases, refused, folder)
     if list_:
         _list(run, console)
         return 0
@@ -131,7 +122,7 @@ def main(
         data_root=None if data_root is None else str(data_root),
         seed=seed,
     ) as settings:
-        return measure(run, settings, console, _conclude)
+        return measure(run, settings, console)
 
 
 def _families() -> list[str]:
@@ -141,13 +132,11 @@ def _families() -> list[str]:
 
 
 def workload_of(family: str) -> Workload:
-    if "." not in family and family not in _families():
-        raise UsageError(f"--family: {family!r} is not known; {did_you_mean(family, _families())}")
     from benchmarks.families import load
 
     try:
         return load(family)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--family {family}: {error}") from error
 
 
@@ -184,21 +173,6 @@ def _pairs(
     return [(m, i) for i in picked_inputs for m in picked_models]
 
 
-def _command(family: str, case: Case, settings: Settings) -> str:
-    """The command line that measures this row again."""
-    words = ["python", "-m", "benchmarks.run", "--family", family, "--model", case.model, "--input", case.input]
-    words += ["--workload", case.workload, "--dtype", case.dtype, "--device", case.device]
-    words += ["--impl", case.implementation, "--strategy", case.strategy_name, "--mode", case.mode]
-    # --dynamic alone would measure the static arm too.
-    words += ["--dynamic", "--arm", replace(case, control=False).arm] if case.dynamic else []
-    words += ["--quick"] * settings.quick + ["--steady-only"] * settings.steady_only
-    words += ["--rounds", str(settings.rounds)]
-    words += ["--curve", str(settings.curve)] if settings.curve else []
-    words += ["--data-root", settings.data_root] if settings.data_root else []
-    words += ["--seed", str(settings.seed)] if settings.seed else []
-    return shlex.join(words)
-
-
 def _list(run: Run, console: Console) -> None:
     def show(title: str, items: Iterable[str]) -> None:
         console.print(f"{title}:", *(f"  {item}" for item in items), sep="\n")
@@ -209,17 +183,6 @@ def _list(run: Run, console: Console) -> None:
     show("arms", dict.fromkeys(case.arm for case in run.cases))
     if run.refused:
         show("left out", dict.fromkeys(f"{key.rpartition(' / ')[2]}: {why}" for key, why in run.refused.items()))
-
-
-def _conclude(run: Run, console: Console, measured: set[str]) -> int:
-    """Print the tables of this run's cases, write the report, say what was gained; 1 if an arm of ours is broken."""
-    from benchmarks.report.show import render  # imports libraries that draw, which measuring does not need
-
-    results, environments = run.results()
-    render(results, environments, console)
-    say_where(run, console)
-    broken = [r.case for r in results if r.case.impl == "zoo" and not r.case.control and r.status in BROKEN]
-    return 1 if any(case.key in measured for case in broken) else 0
 
 
 if __name__ == "__main__":

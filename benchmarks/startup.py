@@ -87,8 +87,6 @@ class ArmRun:
 
 @dataclass(frozen=True)
 class Job:
-    """One process of one arm."""
-
     arm: ArmRun
     phase: str
 
@@ -98,7 +96,6 @@ class Job:
 
 
 def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job]:
-    """The processes that only measure compilation."""
     if settings.quick or settings.steady_only:
         return []
     measured = [arm for arm in arms if arm.compiled and not arm.case.control]
@@ -109,7 +106,7 @@ def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Pr
     """The cold and the first-result process of every compiled arm."""
     for job, worker in processes(jobs_before_the_race(arms, settings), settings):
         arm = job.arm
-        progress.begin(f"{arm.case.arm}: {job.phase}", estimate(job))
+        progress.begin(f"{arm.case.arm}: {job.phase}", estimate(job, settings))
         with failures_of(arm):
             if job.phase == COLD:
                 arm.result.cold = bring_up(arm, worker, settings)
@@ -123,14 +120,22 @@ def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress,
     """Bring every arm to where it can race, its process alive."""
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
-        planned = sum(estimate(_as_planned(job, settings)) for job in jobs) / settings.ahead
+        planned = sum(estimate(job, settings) for job in jobs) / settings.ahead
         progress.begin(f"{len(jobs)} arms start together", planned)
         # Each would start a compile process per core.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
-        in_parallel(lambda job: _start_together(job, settings, reference, threads), jobs, settings.ahead)
+
+        def start(job: Job) -> None:
+            with failures_of(job.arm):
+                worker = _spawn(job, settings, threads)
+                _make_ready(job, worker, settings)
+                if job.arm.ok:
+                    _start_racing(job.arm, worker, settings, reference)
+
+        in_parallel(start, jobs, settings.ahead)
         return
     for job, worker in processes(jobs, settings):
-        progress.begin(f"{job.arm.case.arm}: {job.phase}", estimate(_as_planned(job, settings)))
+        progress.begin(f"{job.arm.case.arm}: {job.phase}", estimate(job, settings))
         _start_racing(job.arm, worker, settings, reference)
 
 
@@ -222,14 +227,6 @@ def _make_ready(job: Job, worker: Worker, settings: Settings) -> None:
         result.memory = Memory(model=ready["model_bytes"])
 
 
-def _start_together(job: Job, settings: Settings, reference: Path, compile_threads: int) -> None:
-    with failures_of(job.arm):
-        worker = _spawn(job, settings, compile_threads)
-        _make_ready(job, worker, settings)
-        if job.arm.ok:
-            _start_racing(job.arm, worker, settings, reference)
-
-
 def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Path) -> None:
     arm.worker = worker
     with failures_of(arm, RACE):
@@ -278,29 +275,21 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
 # Estimates, for the plan and the time left ----------------------------------------------------------------------------
 
 
-def estimate(job: Job) -> float:
-    """Seconds that a process is likely to take."""
-    imports = 4.0
+def estimate(job: Job, settings: Settings) -> float:
+    """Seconds that a process is likely to take; one that none came before compiles as a cold one does."""
+    imports, case = 4.0, job.arm.case
     if not job.arm.compiled:
         return imports + 2.0
-    cpu, gpu = {COLD: (18.0, 12.0), FIRST_RESULT: (12.0, 10.0), RACE: (5.0, 7.0)}[job.phase]
-    whole = 1.6 if job.arm.case.strategy in ("full", "hierarchical") else 1.0
-    return imports + whole * (cpu if job.arm.case.device == "cpu" else gpu)
-
-
-def _as_planned(job: Job, settings: Settings) -> Job:
-    """The job as the plan counts it: a racing process that none came before compiles as a cold one does."""
-    cold = settings.steady_only or (settings.quick and not job.arm.case.control)  # the control finds its twin's caches
-    return Job(job.arm, COLD) if cold else job
+    cold = settings.steady_only or (settings.quick and not case.control)  # the control finds its twin's caches
+    seconds = {COLD: (18.0, 12.0), FIRST_RESULT: (12.0, 10.0), RACE: (5.0, 7.0)}[COLD if cold else job.phase]
+    return imports + (1.6 if case.strategy in ("full", "hierarchical") else 1.0) * seconds[case.device != "cpu"]
 
 
 def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
-    """Seconds that a whole race is likely to take."""
     arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
-    before = sum(map(estimate, jobs_before_the_race(arms, settings)))
-    starts = sum(estimate(_as_planned(Job(arm, RACE), settings)) for arm in arms)
-    starts /= settings.ahead if settings.steady_only else 1
-    return before + starts + estimate_rounds(len(arms), settings)
+    jobs = jobs_before_the_race(arms, settings) + [Job(arm, RACE) for arm in arms]
+    starts = sum(estimate(job, settings) for job in jobs) / (settings.ahead if settings.steady_only else 1)
+    return starts + estimate_rounds(len(arms), settings)
 
 
 def estimate_rounds(arms: int, settings: Settings) -> float:

@@ -36,7 +36,6 @@ class Ratio:
 
     @property
     def inverse(self) -> Ratio:
-        """The same comparison seen from the other arm."""
         low = 0.0 if math.isinf(self.high) else 1 / self.high
         high = math.inf if self.low == 0 else 1 / self.low
         return Ratio(1 / self.value, low, high, self.rounds, self.paired)
@@ -84,27 +83,13 @@ def _seeded() -> np.random.RandomState:
     return np.random.RandomState(0)
 
 
-def paired_ratio(
-    reference: Sequence[float], arm: Sequence[float], reference_rounds: Sequence[int], arm_rounds: Sequence[int]
-) -> Ratio:
+def paired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
     """The arm's speed-up over the reference: the median over rounds of the ratio within a round.
 
     What slows a whole round (a clock that drops, a busy neighbour) cancels out of its ratio, which makes the interval
-    narrower than that of two separate medians. ``reference_rounds`` and ``arm_rounds`` number the samples of each; both
-    must have run in the same rounds, in any order, or a ValueError says which were not.
+    narrower than that of two separate medians. Samples at one place are of one round.
     """
-    sides = []
-    for what, samples, rounds in (("reference", reference, reference_rounds), ("arm", arm, arm_rounds)):
-        array = _checked(samples, what)
-        if array.size != len(set(rounds)):
-            raise ValueError(f"{what}: {array.size} samples but {len(set(rounds))} rounds; each sample needs its own")
-        sides.append(dict(zip(rounds, array.tolist(), strict=True)))
-    first, second = sides
-    if lonely := sorted(first.keys() ^ second.keys()):
-        raise ValueError(
-            f"rounds {', '.join(map(str, lonely))} are of one arm only; pair common ones or use unpaired_ratio"
-        )
-    ratios = np.array([first[number] / second[number] for number in sorted(first)])
+    ratios = _checked(reference, "reference") / _checked(arm, "arm")
     few = ratios.size < MIN_ROUNDS
     low, high = (0.0, math.inf) if few else _interval(_resampled_medians(ratios, _seeded()))
     return Ratio(float(np.median(ratios)), low, high, ratios.size, paired=True)

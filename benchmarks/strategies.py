@@ -70,10 +70,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
 
 
 def mark_nested_regions(model: nn.Module) -> None:
-    """Make every region of a zoo model a nested compile region, so that a full trace holds one body a signature.
-
-    The wrapper goes onto a class and not onto a bound method, which ``nested_compile_region`` does not take.
-    """
+    """Make every region of a zoo model a nested compile region, so that a full trace holds one body a signature."""
     nested = {
         cls: type(cls.__name__, (cls,), {"forward": torch.compiler.nested_compile_region(cls.forward)})
         for cls in {region.cls for region in declared_regions(model)}
@@ -113,26 +110,20 @@ class Trainer:
     def __init__(self, case: Case, prepared: Prepared) -> None:
         assert prepared.training is not None, "the workload prepared no training"
         self._case = case
-        self._training: Training = prepared.training
+        self.training: Training = prepared.training
         self._model = prepared.model.train()
         self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
         self._optimizer = make_optimizer(
-            self._model, self._training, capturable=case.cuda_graph, ours=case.impl == "zoo"
+            self._model, self.training, capturable=case.cuda_graph, ours=case.impl == "zoo"
         )
-        self._lying = self._training.shapes or tuple(map(self._training.batch, range(READY_BATCHES)))
+        self._lying = self.training.shapes or tuple(map(self.training.batch, range(READY_BATCHES)))
         self._ready: Iterator[Any] = itertools.cycle(self._lying)
         self._batches: Iterator[Any] = self._ready
         self._loaded: Iterator[Any] | None = None
 
     @property
     def shapes(self) -> int:
-        """Steps in a row that meet each declared shape once."""
-        return max(1, len(self._training.shapes))
-
-    @property
-    def round(self) -> int | None:
-        """Timed steps of a round, or None where the clocks decide."""
-        return self._training.round
+        return max(1, len(self.training.shapes))
 
     def eager(self) -> Step:
         """A step of the model as it is, as the arm would do it without a compiler."""
@@ -144,7 +135,7 @@ class Trainer:
 
     def captured(self, call: Callable[..., Any]) -> Step:
         """The same under our outer CUDA graph; captured when this returns."""
-        step = self._our_step(call, cuda_graph=True)
+        step = our_step(call, self.training, self._optimizer, cuda_graph=True)
         for batch in itertools.cycle(self._lying):
             step(batch)
             if len(step.captured) == self.shapes:
@@ -153,7 +144,7 @@ class Trainer:
 
     def open_loader(self) -> None:
         """Draw an epoch and drop it, so that the loader's processes are up, and idle."""
-        if self._loaded is None and (loader := self._training.loader) is not None:
+        if self._loaded is None and (loader := self.training.loader) is not None:
             for _ in loader():
                 pass
             self._loaded = itertools.chain.from_iterable(loader() for _ in itertools.count())
@@ -169,13 +160,10 @@ class Trainer:
             self._batches = self._ready
 
     def losses(self, step: Step, count: int | None = None) -> Tensor:
-        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU.
-
-        ``count`` is by default the number of losses that are checked.
-        """
-        count = self._training.checked if count is None else count
+        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU."""
+        count = self.training.checked if count is None else count
         self._restart()
-        self._batches = map(self._training.batch, range(count))
+        self._batches = map(self.training.batch, range(count))
         try:
             return torch.stack([step().detach().float().cpu() for _ in range(count)])
         finally:
@@ -193,22 +181,18 @@ class Trainer:
 
     def _step(self, call: Callable[..., Any]) -> Step:
         if self._case.impl == "zoo":
-            step = self._our_step(call, cuda_graph=False)
+            step = our_step(call, self.training, self._optimizer, cuda_graph=False)
             return lambda: step(next(self._batches))
-        return lambda: plain_step(call, self._training, self._optimizer, next(self._batches))
+        return lambda: plain_step(call, self.training, self._optimizer, next(self._batches))
 
-    def _our_step(self, call: Callable[..., Any], *, cuda_graph: bool) -> TrainingStep:
-        assert isinstance(call, nn.Module)
-        training = self._training
-        return TrainingStep(
-            call,
-            training.loss,
-            self._optimizer,
-            autocast=training.autocast,
-            cuda_graph=cuda_graph,
-            warmup=2,
-            most_graphs=self.shapes,
-        )
+
+def our_step(
+    call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, *, cuda_graph: bool
+) -> TrainingStep:
+    """The zoo's step, which holds a CUDA graph for each declared shape."""
+    assert isinstance(call, nn.Module)
+    graphs: dict[str, Any] = {"cuda_graph": cuda_graph, "warmup": 2, "most_graphs": max(1, len(training.shapes))}
+    return TrainingStep(call, training.loss, optimizer, autocast=training.autocast, **graphs)
 
 
 def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:

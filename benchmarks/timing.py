@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import statistics
@@ -39,7 +40,6 @@ class Timed:
 
     @property
     def milliseconds(self) -> float:
-        """By the device's clock where there is one."""
         return self.wall_ms if self.device_ms is None else self.device_ms
 
 
@@ -136,13 +136,18 @@ def measure_peaks(device: str, dtypes: list[str], *, quick: bool = False) -> dic
     Each is the best of several rounds. ``quick`` takes a fifth of the time, on a CPU with smaller operands.
     ``float32_matmul_precision`` ``high`` means TF32 where the GPU has it.
     """
-    on_gpu = device != "cpu"
-    if on_gpu:
+    if device == "cpu":
+        size, width = (64 << 20, 512) if quick else (256 << 20, 2048)
+    else:
         torch.set_float32_matmul_precision("high")
-    budget = PEAK_SECONDS[device] / (5 if quick else 1)
+        size, width = min(4 << 30, torch.cuda.mem_get_info()[0] // 4), 8192  # far beyond any cache, within what is free
+    budget, flops = PEAK_SECONDS[device] / (5 if quick else 1), {}
     with torch.inference_mode():
-        copy, read = _bandwidths(device, _bandwidth_bytes(device, quick), budget)
-        flops = {dtype: _matmul_flops(device, getattr(torch, dtype), quick, budget) for dtype in dict.fromkeys(dtypes)}
+        copy, read = _bandwidths(device, size, budget)
+        for dtype in dict.fromkeys(dtypes):
+            # Random operands: constant ones draw less power, and the clocks would be higher than in any real product.
+            a, b = (torch.randn(width, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
+            flops[dtype] = 2 * width**3 / _best_seconds(functools.partial(torch.matmul, a, b), device, budget)
     return {
         "copy_bandwidth": copy,
         "read_bandwidth": read,
@@ -151,29 +156,13 @@ def measure_peaks(device: str, dtypes: list[str], *, quick: bool = False) -> dic
     }
 
 
-def _bandwidth_bytes(device: str, quick: bool) -> int:
-    """Far beyond any cache, and within what is free."""
-    if device == "cpu":
-        return 64 << 20 if quick else 256 << 20
-    free, _ = torch.cuda.mem_get_info()
-    return min(4 << 30, free // 4)
-
-
 def _bandwidths(device: str, size: int, budget: float) -> tuple[float, float]:
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     copy = 2 * size / _best_seconds(lambda: target.copy_(source), device, budget)
     # Only rows are summed: a full reduction ends in a few blocks, which would be what is measured.
     rows = source.view(-1, 4096) if source.numel() % 4096 == 0 else source.view(1, -1)
-    read = size / _best_seconds(lambda: rows.sum(1), device, budget)
-    return copy, read
-
-
-def _matmul_flops(device: str, dtype: torch.dtype, quick: bool, budget: float) -> float:
-    width = (512 if quick else 2048) if device == "cpu" else 8192
-    # Random operands: constant ones draw less power, and the clocks would be higher than in any real product.
-    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-    return 2 * width**3 / _best_seconds(lambda: a @ b, device, budget)
+    return copy, size / _best_seconds(lambda: rows.sum(1), device, budget)
 
 
 def _best_seconds(step: Callable[[], Any], device: str, budget: float) -> float:
@@ -215,10 +204,7 @@ def _mean(name: str, times: Sequence[float], calls: int) -> Kernel:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without its return type, template arguments and parameters.
-
-    Names of cuBLAS, cuDNN and Triton, which have none of these, stay as they are.
-    """
+    """A kernel's name without its return type, template arguments and parameters."""
     name = re.sub(r"[<>]=", "=", name.replace("(anonymous namespace)::", ""))  # a comparison opens no template
     while (described := WRAPPER.search(name)) is not None:
         name = described[1] + name[described.end() :]

@@ -46,7 +46,6 @@ class Handler:
     # Before the race ----------------------------------------------------------------------------------------------
 
     def facts(self, *, device: str) -> Reply:
-        """What the device and this run's torch are."""
         return {"device": machine.device_facts(device)}
 
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
@@ -65,7 +64,6 @@ class Handler:
         return {}
 
     def prepare(self, *, case: Mapping[str, Any], data_root: str | None, seed: int) -> Reply:
-        """Build model and inputs."""
         self.case = Case(**case)
         self.device = self.case.device
         if not self.case.kernels:
@@ -90,10 +88,7 @@ class Handler:
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
-        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``.
-
-        Kernels that the eager call compiled are forgotten: the case's first call pays for them.
-        """
+        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``."""
         from benchmarks import compiler
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
@@ -118,7 +113,6 @@ class Handler:
         return {"flops": flops, "seconds": seconds}
 
     def _eagerly(self) -> Any:
-        """The output of the model as it is; of training the losses of some steps."""
         if self.trainer is None:
             return self.model(**self.prepared.inputs)
         step = self.trainer.eager()
@@ -178,10 +172,7 @@ class Handler:
         }
 
     def capture(self) -> Reply:
-        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it.
-
-        What is compiled here was not compiled by the first call: a recompile, whatever the compiler calls it.
-        """
+        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it."""
         self._reset_peak()
         with execution_mode(self.case):
             began = time.perf_counter()
@@ -299,14 +290,13 @@ class Handler:
 
     def calibrate(self, *, milliseconds: float | None = None) -> Reply:
         """How many calls fill a turn of the race, of ``timing.ROUND_MS`` unless said otherwise."""
-        if self.trainer is not None and self.trainer.round is not None:
+        if self.trainer is not None and self.trainer.training.round is not None:
             self.trainer.open_loader()
-            return {"calls": self.trainer.round}
+            return {"calls": self.trainer.training.round}
         with execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
     def host(self) -> Reply:
-        """How long the host is busy with one call."""
         with execution_mode(self.case):
             return {"host_ms": timing.host(self.step, self.device)}
 
@@ -331,10 +321,7 @@ class Handler:
         return {"losses": losses}
 
     def kernels(self) -> Reply:
-        """How many kernels one call launches and which take longest, by the profiler (None on a CPU).
-
-        And what was compiled during the race. Copies and fills are not kernels.
-        """
+        """How many kernels one call launches and which take longest, by the profiler (None on a CPU)."""
         recompiles = self._late()
         if self.device == "cpu":
             return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}

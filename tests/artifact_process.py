@@ -69,6 +69,12 @@ def llama() -> tuple[Any, dict[str, Any]]:
     return LlamaForCausalLM(config), {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
 
 
+def llama_dynamic() -> tuple[Any, dict[str, Any]]:
+    """A prompt into the cache that grows, which each call makes anew."""
+    model, inputs = llama()
+    return model, {**inputs, "use_cache": True}
+
+
 def llama_decode() -> tuple[Any, dict[str, Any]]:
     from transformers import StaticCache
 
@@ -99,7 +105,7 @@ def unet() -> tuple[Any, dict[str, Any]]:
     return model, {"sample": noise, "timestep": torch.tensor(3), "encoder_hidden_states": text}
 
 
-FOREIGN = {each.__name__: each for each in (bert, llama, llama_decode, vit, unet)}
+FOREIGN = {each.__name__: each for each in (bert, llama, llama_dynamic, llama_decode, vit, unet)}
 
 
 def step(model: Any, inputs: dict[str, Any]) -> list[Tensor]:

@@ -88,6 +88,12 @@ def _fresh_compiler_and_seed() -> Iterator[None]:
         torch.compiler.reset()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    device: str = request.param
+    return device
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tensors so small that threads would mostly wait for each other."""

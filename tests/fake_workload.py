@@ -87,7 +87,7 @@ class FakeWorkload:
     def refuses(self, case: Case) -> str | None:
         return "tuning a fake is pointless" if case.impl == "upstream-tuned" else None
 
-    def memory_bytes(self, case: Case) -> int:
+    def memory_bytes(self, case: Case, *, reference: bool) -> int:
         return 1 << 60 if case.model == "huge" else 1 << 20
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:

@@ -31,9 +31,6 @@ class Notes:
         assert seconds > 0
         self.begun.append(what)
 
-    def partway(self, share: float) -> None:
-        assert 0 < share <= 1
-
     def note(self, text: str) -> None:
         self.notes.append(text)
 
@@ -52,7 +49,7 @@ def rows_of(
     *cases: Case,
     notes: Any = None,
     rows: dict[str, Result] | None = None,
-    memory_bytes: Callable[[Case], int] = lambda case: 1,
+    memory_bytes: Callable[..., int] = lambda case, reference: 1,
 ) -> dict[str, Result]:
     """The rows of one race by arm; also in ``rows``, for races that do not end."""
     found: dict[str, Result] = {} if rows is None else rows

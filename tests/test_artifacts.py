@@ -343,7 +343,7 @@ def run(*arguments: str, cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bert-debug", "gcn-debug", "llm-debug", "bert", "llama", "llama_decode", "vit", "unet"]
+    "name", ["bert-debug", "gcn-debug", "llm-debug", "bert", "llama", "llama_dynamic", "llama_decode", "vit", "unet"]
 )
 def test_a_new_process_with_empty_caches_compiles_nothing(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "compiled")

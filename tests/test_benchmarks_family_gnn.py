@@ -22,6 +22,7 @@ from benchmarks.plan import IMPLEMENTATIONS
 from benchmarks.strategies import Trainer
 from tests import workloads
 from tests.workloads import Arms, call, error, tensors
+from zoo.gnn import NeighborSampler
 
 SAMPLED = {"model": "graphsage", "input": "karate-sampled", "workload": "train"}
 
@@ -168,31 +169,24 @@ def test_tuned_upstream_compiles_once_for_batches_of_many_sizes(monkeypatch: pyt
 
 
 class Loader:
-    """In place of torch-geometric's: all neighbours of one hop, whatever was asked for."""
+    """In place of torch-geometric's: what the zoo's sampler draws, in its form."""
 
     made: list[Any]
 
     def __init__(self, data: Any, **options: Any) -> None:
-        self.data, self.options = data, options
+        self.options, self.epochs = options, itertools.count(1)
+        self.sampler = NeighborSampler(
+            data.edge_index, fanouts=options["num_neighbors"], batch_size=options["batch_size"],
+            seeds=options["input_nodes"], num_nodes=data.num_nodes, workers=0,
+        )  # fmt: skip
         self.made.append(self)
 
     def __iter__(self) -> Iterator[SimpleNamespace]:
-        seeds, size = self.options["input_nodes"], self.options["batch_size"]
-        order = torch.randperm(len(seeds), generator=self.options["generator"])
-        for part in seeds[order].split(size):
-            source, destination = self.data.edge_index
-            edges = torch.isin(destination, part).nonzero().flatten()
-            others = source[edges].unique()
-            nodes = torch.cat([part, others[~torch.isin(others, part)]])
-            place = torch.full((self.data.num_nodes,), -1)
-            place[nodes] = torch.arange(len(nodes))
+        for part in self.sampler.subgraphs(next(self.epochs)):
             yield SimpleNamespace(
-                n_id=nodes,
-                edge_index=place[self.data.edge_index[:, edges]],
-                batch_size=len(part),
-                num_sampled_nodes=[len(part), len(nodes) - len(part), 0],
-                num_sampled_edges=[len(edges), 0],
-            )
+                n_id=part.nodes, edge_index=part.edge_index, batch_size=len(part.seeds),
+                num_sampled_nodes=part.hop_nodes, num_sampled_edges=part.hop_edges,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["upstream", "upstream-tuned"])

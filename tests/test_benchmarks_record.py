@@ -1,5 +1,6 @@
 """Rows: their round trip, what is refused by name, and a run's rows among the committed ones."""
 
+import functools
 import json
 import math
 import re
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cli import UsageError
-from benchmarks.promote import main, promote
+from benchmarks.cli import UsageError, run_command
+from benchmarks.promote import command, promote
 from benchmarks.record import RESULTS, Kernel, Result, Rows, Store, device_name, load
 from tests.rows import ENVIRONMENT, failure, race, row, write
+
+main = functools.partial(run_command, command, "promote")
 
 
 def test_rows_survive_the_round_trip(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The report command, and its HTML page: whole, offline, escaped, and its leading sentences right."""
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
@@ -7,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cli import run_command
 from benchmarks.record import Result
 from benchmarks.report import cells, show, tables
-from benchmarks.report.__main__ import main
+from benchmarks.report.__main__ import command
 from benchmarks.report.model import by_family, commands_of, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled, write
 from tests.rows import shown as shown_race
 
+main = functools.partial(run_command, command, "report")
 MARKED = """# Title
 
 <!-- table: race model=gcn input=cora -->
@@ -158,8 +161,6 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     # Four reasons that differ in a number.
     assert "upstream full: 4× break: Unsupported: self-loop op 0 (and the like with other numbers)" in text
     assert "self-loop op 3" not in text
-    assert "than transformers' best as shipped" in text
-    assert "than torch-geometric's best as shipped" in text
     for step in ("upstream eager", "ours, eager", "+ regions", "+ outer CUDA graph"):
         assert text.count(step) >= len(shown)
     assert "driver 580.65, triton 3.6.0" in text
@@ -212,32 +213,17 @@ TUNED = "upstream-tuned full + CUDA graph"
 COMPILED = ("upstream full reduce-overhead", TUNED, "zoo full", "zoo regional", "zoo regional + CUDA graph")
 
 
-def _three_steps() -> list[Result]:
-    """Eager, then what compiles soon, then what takes longer to compile and is a little faster."""
-    return [
-        row(1.0, strategy="eager", seed=1),
-        row(0.5, strategy="regional", cold=1.0, warm=0.5, seed=2),
-        row(0.4, strategy="full", cold=10.0, warm=0.7, seed=3),
-        row(1.0, strategy="eager", seed=4, control=True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        (race, ["zoo regional + CUDA graph is the fastest, 0.0492 ms", "8.53× faster than", " 1.085× faster than"]),
-        (race, ["in a new process with empty caches zoo eager finishes first, from 9,"]),
-        (lambda: race(dict.fromkeys(COMPILED, 20.0)), ["zoo eager is the fastest", "zoo eager finishes first."]),
-        (
-            lambda: race({TUNED: 0.5}),
-            ["upstream-tuned full + CUDA graph is the fastest", "ours, zoo regional + CUDA graph, is 1.8"],
-        ),
+        (race, ["zoo regional + CUDA graph is the fastest, 0.0492 ms"]),
+        (lambda: race(dict.fromkeys(COMPILED, 20.0)), ["zoo eager is the fastest"]),
+        (lambda: race({TUNED: 0.5}), ["upstream-tuned full + CUDA graph is the fastest"]),
         (
             lambda: race({"zoo full": 0.048 / 0.197, "zoo eager (A/A)": 1.05}),
             ["No measurable difference to zoo regional + CUDA graph: zoo full"],
         ),
-        (lambda: uncompiled(race()), ["8.53× faster than", "Compile times were not measured here."]),
-        (_three_steps, ["no arm of torch-geometric ran", "calls on zoo regional, from 8", "k calls on zoo full."]),
+        (lambda: uncompiled(race()), ["Compile times were not measured here."]),
         (
             lambda: [row(rounds=4), row(0.5, rounds=4, strategy="full", cold=1.0)],
             ["Too few rounds", "at least 6 rounds"],

@@ -82,26 +82,10 @@ def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, obj
     return arm.worker.ask(operation, **given)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "status", "word"),
-    [
-        ("raise", "failed", "ValueError: this model does not like its input"),
-        ("oom", "out-of-memory", "tried to allocate 7.00 GiB"),
-    ],
-)
-def test_a_failure_is_a_row_with_its_reason(settings: Settings, model: str, status: str, word: str):
-    notes = Notes()
-    rows = rows_of(replace(settings, quick=True), replace(EAGER, model=model), notes=notes)
-    (row,) = rows.values()
-    assert row.status == status and word in (row.reason or "") and row.steady is None
-    assert any(status in note for note in notes.notes)
-
-
 def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.startup.Worker", None)
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 1 << 30)
-    rows = rows_of(settings, replace(CASE, model="huge"), memory_bytes=lambda case: 1 << 60)
+    rows = rows_of(settings, replace(CASE, model="huge"), memory_bytes=lambda case, reference: 1 << 60)
     (row,) = rows.values()
     assert row.status == "does-not-fit"
     assert "needs about 1073741824.0 GiB of memory, 1.0 GiB are free" in (row.reason or "")
@@ -132,20 +116,20 @@ def test_arms_that_do_not_fit_together_race_in_groups(
     upstream: int,
     expected: list[list[str]],
 ):
-    def needs(case: Case) -> int:
-        return zoo if case.impl == "zoo" else upstream
+    def needs(case: Case, reference: bool) -> int:
+        return (reference and with_reference) or (zoo if case.impl == "zoo" else upstream)
 
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [replace(CASE, impl=impl, strategy=s) for impl in ("zoo", "upstream") for s in ("eager", "regional")]
-    groups = _groups(arms_of(settings, *cases), settings, lambda case: with_reference or needs(case), needs)
+    groups = _groups(arms_of(settings, *cases), settings, needs)
     assert [[arm.case.arm for arm in group] for group in groups] == expected
 
 
 def test_a_control_races_beside_its_twin(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    needs = lambda case: 80 if case.impl == "upstream" else 20  # noqa: E731
+    needs = lambda case, reference: 80 if case.impl == "upstream" else 20  # noqa: E731
     monkeypatch.setattr("benchmarks.harness.free_memory", lambda device, monitor: 100)
     cases = [EAGER, CASE, replace(CASE, impl="upstream"), replace(CASE, control=True)]
-    groups = _groups(arms_of(settings, *cases), settings, needs, needs)
+    groups = _groups(arms_of(settings, *cases), settings, needs)
     assert [arm.case.arm for arm in groups[0]] == [ZOO, EAGER_ZOO, f"{ZOO} (A/A)"]
 
 

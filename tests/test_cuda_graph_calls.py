@@ -16,8 +16,6 @@ from torch import Tensor, nn
 import zoo
 from zoo import RegionWarning
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def stack(device: str = "cpu", **options: Any) -> Any:
     backend = "eager" if device == "cpu" else "inductor"
@@ -31,7 +29,6 @@ def no_gradients(request: pytest.FixtureRequest) -> Any:
         yield
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_each_shape_is_captured_at_its_second_call_and_outputs_are_kept(device: str) -> None:
     model = stack(device)
     reference = copy.deepcopy(model)
@@ -89,7 +86,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_weights_and_submodules_are_followed(change: Callable[[Any], Any], device: str) -> None:
     model = stack(device)
@@ -291,7 +287,6 @@ def test_modes_are_kinds_of_their_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kind", "adapted"), [("sd", False), ("xl", True)], ids=["sd", "xl-lora"])
 def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
     from test_unet_pipelines import lora, pipeline
@@ -319,7 +314,6 @@ def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_p
     assert len(seen.shapes) == 3 and seen.replays == 4 * 4 - 3 and not seen.uncaptured
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_in_an_evaluation_loop_of_torch_geometric(device: str) -> None:
     from torch_geometric.data import Data
     from torch_geometric.nn import GCN

@@ -13,13 +13,6 @@ from torch import Tensor, nn
 import zoo
 from zoo.engine.graphed_step import CaptureError
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -12,6 +12,8 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +27,7 @@ from rich.console import Console
 
 from benchmarks import measure, run
 from benchmarks.cli import Progress, UsageError, run_command
-from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, locked
+from benchmarks.measure import INTERRUPTED, UNWRITABLE, Run, gpu_alone, locked
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.record import Result, Store
@@ -131,11 +133,11 @@ def attempt(
     monkeypatch.setattr(measure, "run_race", measured)
     monkeypatch.setattr(measure, "_environment", lambda plan, settings, *_: ({**ENVIRONMENT, "peaks": {}}, settings))
     console = Console(file=io.StringIO(), width=80)
-    plan = Run(WORKLOAD, "cpu", cases, {}, out, lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", cases, {}, out)
     plan.skip_done(resume=resume)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        code = measure.measure(plan, settings, console, lambda plan, console, keys: 0)
+        code = measure.measure(plan, settings, console)
     finally:
         signal.signal(signal.SIGTERM, before)
     return code, console.file.getvalue().replace("\n", ""), plan.stores()[0].results()
@@ -286,7 +288,7 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: 
 )
 def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(settings, model, status, remedy):
     (result,) = rows_of(settings, replace(EAGER, model=model)).values()
-    assert result.status == status and (result.status in run.BROKEN) == (model == "full")
+    assert result.status == status and (result.status in measure.BROKEN) == (model == "full")
     assert re.search(remedy, result.reason or "")
     assert Result.from_json(result.to_json()) == result
 
@@ -296,7 +298,7 @@ def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
 
 def begin(out: Path, settings: Settings) -> None:
     """What a run does before it measures anything."""
-    plan = Run(WORKLOAD, "cpu", [CASE], {}, out, lambda case, settings: "python")
+    plan = Run(WORKLOAD, "cpu", [CASE], {}, out)
     measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
 
 
@@ -461,3 +463,68 @@ def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatc
     monkeypatch.setattr("benchmarks.startup.Worker", refuse)
     (result,) = rows_of(settings, EAGER).values()
     assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
+
+
+# Locks on a GPU
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
+    """Whether another run gets the lock now; one that has to wait does so in a thread."""
+    entered = threading.Event()
+
+    def enter() -> None:
+        with gpu_alone(uuid, ([] if notes is None else notes).append):
+            entered.set()
+
+    threading.Thread(target=enter, daemon=True).start()
+    return entered.wait(0.5)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_one_run_has_a_gpu_and_others_wait() -> None:
+    notes: list[str] = []
+    with gpu_alone("GPU-1", notes.append), gpu_alone(None, print):
+        assert not gets_in("GPU-1", notes) and gets_in("GPU-2") and gets_in(None)  # of a CPU
+    assert gets_in("GPU-1") and notes == ["waiting for another run on this GPU"]
+
+
+def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    notes: list[str] = []
+    with gpu_alone("GPU-1", notes.append):
+        assert len(notes) == 1 and "does not wait" in notes[0]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def as_another_user(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_RDWR and "regional-zoo" in str(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *rest)
+
+    with gpu_alone("GPU-1", print):
+        monkeypatch.setattr(os, "open", as_another_user)
+        assert not gets_in("GPU-1")
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path) -> None:
+    code = (
+        "import tempfile, time; from benchmarks.measure import gpu_alone\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "with gpu_alone('GPU-1', print):\n    print('in', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    assert process.stdout is not None and process.stdout.readline() == b"in\n"
+    assert not gets_in("GPU-1")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert gets_in("GPU-1")

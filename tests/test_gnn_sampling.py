@@ -20,7 +20,6 @@ from zoo.ops.csr import distinct
 from zoo.training import TrainingStep
 
 NODES, EDGES = 200, 3000
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def graph(nodes: int = NODES, edges: int = EDGES) -> Tensor:
@@ -52,7 +51,6 @@ def global_edges(sampler: NeighborSampler, batch: SampledBatch) -> list[tuple[in
     return list(zip(*batch.nodes[local].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fanouts", [(3,), (5, 4), (-1, 2), (15, 10, 5)])
 def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts: tuple[int, ...], device: str):
     edge_index = graph()
@@ -116,7 +114,6 @@ def test_the_random_state_of_the_caller_is_left_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_neighbours_are_drawn_with_equal_chance(device: str):
     places = distinct(torch.full((20_000,), 9, device=device), 3, torch.Generator(device).manual_seed(0)).cpu()
     assert (places.sort(1).values.diff(dim=1) > 0).all()

@@ -11,8 +11,6 @@ import zoo
 from zoo.training import TrainingStep, capture_obstacles, checkpoint_regions
 from zoo.training.checkpointing import restores_random_state
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 class DroppingBlock(nn.Module):
     def __init__(self, width: int = 8) -> None:
@@ -53,7 +51,6 @@ def kept_bytes(model: nn.Module, *args: Tensor, **inputs: Tensor) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 @pytest.mark.parametrize("block", [Block, DroppingBlock])
 def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]):

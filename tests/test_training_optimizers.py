@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from zoo.ops import adamw as updates
 from zoo.training import AdamW, TrainingStep
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
 
 def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
@@ -196,7 +194,6 @@ def test_a_step_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
     # On a GPU all of it is the kernel's then.

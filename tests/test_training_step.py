@@ -17,13 +17,7 @@ from training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIMIZERS = ["adamw", "sgd", "plain"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def train(step: TrainingStep, batches: Any) -> list[float]:

@@ -6,6 +6,7 @@ import importlib
 import re
 from pathlib import Path
 
+from benchmarks.cli import did_you_mean
 from benchmarks.families.base import Prepared, Workload
 
 __all__ = ["Prepared", "Workload", "families", "load"]
@@ -20,6 +21,6 @@ def families() -> list[str]:
 def load(name: str) -> Workload:
     """The ``WORKLOAD`` of a family, or of a module by its dotted name, imported here; ValueError if there is none."""
     if "." not in name and name not in families():
-        raise ValueError(f"there is no family {name!r}; choose one of {', '.join(families())}")
+        raise ValueError(f"there is no family {name!r}; {did_you_mean(name, families())}")
     workload: Workload = importlib.import_module(name if "." in name else f"benchmarks.families.{name}").WORKLOAD
     return workload

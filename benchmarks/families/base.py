@@ -113,6 +113,15 @@ class Prepared:
         return replace(self, model=self.model.requires_grad_(True).train(), inputs={}, static=(), **changes)
 
 
+# Of convolutions in training: what must be moved beside ``given``, which needs no gradient, and what is left out.
+TRAINING_BYTES_FORMULA = (
+    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
+    "which reads two of input, output and weights and writes the third; what is given needs no gradient. And 32 bytes "
+    "a weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. "
+    "Left out, so that it is a lower bound: statistics of norms, which need a pass of their own."
+)
+
+
 class Workload:
     """Base class of a family's workload. Each family's file makes one instance, ``WORKLOAD``.
 
@@ -159,34 +168,22 @@ class Workload:
         """(model, input) pairs of a plain run: full size on a GPU, one small pair on a CPU."""
         training = workload == "train"
         if device == "cpu":
-            return [(self.cpu_training if training else None) or self.cpu_race]
-        races = self.gpu_training if training else None
-        return list(races or (self.quick_races if quick else None) or self.gpu_races)
+            return [(training and self.cpu_training) or self.cpu_race]
+        return list((training and self.gpu_training) or (quick and self.quick_races) or self.gpu_races)
 
     def dtypes(self, device: str) -> tuple[str, ...]:
-        """Supported dtypes, the default first."""
         return self.cpu_dtypes if device == "cpu" else self.gpu_dtypes
 
     def refuses(self, case: Case) -> str | None:
         """Why this combination does not exist (no row is made for it), or None."""
-        for what, value, known in (
-            ("model", case.model, self.models),
-            ("input", case.input, self.inputs),
-            ("workload", case.workload, self.workloads),
-            ("dtype", case.dtype, self.dtypes(case.device)),
-        ):
-            if value not in known:
-                return f"{what} {value!r} is not one of {', '.join(known)} on {case.device}"
+        if case.workload not in self.workloads:
+            return f"workload {case.workload!r} is not one of {', '.join(self.workloads)}"
         unscaled = case.workload == "train" and case.dtype == "float16" and self.autocasts
         return refusal(case) or self.cannot(case) or (UNSCALED if unscaled else None)
 
-    def memory_bytes(self, case: Case) -> int:
-        """Estimated peak device memory of the case in bytes, the reference included, before anything is allocated."""
-        return self.estimate(case, reference=True) + PROCESS_BYTES
-
-    def running_bytes(self, case: Case) -> int:
-        """The same without the reference: what the arms need side by side."""
-        return self.estimate(case, reference=False) + PROCESS_BYTES
+    def memory_bytes(self, case: Case, *, reference: bool) -> int:
+        """Estimated peak device memory of the case's process in bytes, before anything is allocated."""
+        return self.estimate(case, reference=reference) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         """What :meth:`build` returns, in the worker process; ValueError on a case that :meth:`refuses` names."""
@@ -217,10 +214,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 def count_flops(model: nn.Module, *args: Any, backward: bool = False, **inputs: Any) -> int:
-    """Multiply-adds, counted as two, of the products and convolutions of a call; with those of its backward if asked.
-
-    The model and its inputs may be on the meta device: then nothing is computed.
-    """
+    """Multiply-adds, counted as two, of the products and convolutions of a call, with its backward if asked."""
     with torch.set_grad_enabled(backward), flop_counter() as counter:
         output = model(*args, **inputs)
         if backward:
@@ -243,6 +237,12 @@ def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
         with torch.device("meta"):
             _PARAMETERS[key] = count_parameters(build(config))
     return _PARAMETERS[key]
+
+
+def encoder_sizes(build: Callable[[Any], nn.Module], config: Any) -> dict[str, int]:
+    """What a reader needs to know of a model of equal layers."""
+    layers, width = config.num_hidden_layers, config.hidden_size
+    return {"layers": layers, "width": width, "parameters": parameters_of(build, config)}
 
 
 def upstream_regions(case: Case, compile: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -270,7 +270,6 @@ def accelerated(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def accelerated_inside(step: Any, **options: Any) -> None:
-    """The same of the model in a step."""
     step.model = accelerated(step.model, **options)
 
 
@@ -280,7 +279,6 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def tensors(values: Any) -> list[Tensor]:
-    """All tensors in it."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -293,7 +291,6 @@ def converted(inputs: dict[str, Any], device: torch.device | str, dtype: torch.d
 
 
 def dtype_of(case: Case) -> torch.dtype:
-    """The dtype that a case names."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     return dtype
 
@@ -344,10 +341,7 @@ class SeededWeights(Mapping[str, Tensor]):
 
 
 def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWeights, placements: Any) -> Any:
-    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them.
-
-    No gradients are computed of them.
-    """
+    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them."""
     from zoo.weights import fill
 
     with torch.device("meta"):

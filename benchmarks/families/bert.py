@@ -11,21 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.families import bert_arms
-from benchmarks.families.base import (
-    Prepared,
-    SeededWeights,
-    Training,
-    Workload,
-    accelerated,
-    accelerated_inside,
-    autocast_of,
-    dtype_of,
-    parameters_of,
-    timed,
-    upstream_regions,
-    zoo_model,
-)
+from benchmarks.families import base, bert_arms
 from benchmarks.plan import Case
 from benchmarks.strategies import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig, pack, token_buckets
@@ -37,7 +23,7 @@ from zoo.bert.model import PRESETS
 _RATE_TIMES_WIDTH = 1.5e-3
 
 
-class BertWorkload(Workload):
+class BertWorkload(base.Workload):
     """Inference with random weights: ids in, hidden states and pooled output of ``BertModel`` out.
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
@@ -79,8 +65,8 @@ class BertWorkload(Workload):
         """Estimated device memory: weights, and what is alive at once in a layer whose steps are not fused."""
         if case.workload == "train":
             return training_memory(case, reference=reference)
-        config, given, itemsize = PRESETS[case.model], bert_arms.task(case.input), dtype_of(case).itemsize
-        parameters, tokens = parameters_of(Bert, config), given.batch * given.length
+        config, given, itemsize = PRESETS[case.model], bert_arms.task(case.input), base.dtype_of(case).itemsize
+        parameters, tokens = base.parameters_of(Bert, config), given.batch * given.length
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
         # A mask that is written out, as numbers.
         masks = tokens * given.length * (1 + itemsize) if given.skewed else 0
@@ -91,21 +77,21 @@ class BertWorkload(Workload):
         scores = 3 * config.num_attention_heads * given.length
         return running + 8 * (parameters + tokens * config.hidden_size + rows * given.length * (wide + scores))
 
-    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> base.Prepared:
         if case.workload == "train":
             return prepare_training(case, seed=seed)
         config, given = PRESETS[case.model], bert_arms.task(case.input)
-        device, dtype = torch.device(case.device), dtype_of(case)
-        weights = SeededWeights(skeleton(config), seed=seed, dtype=dtype, device=device)
+        device, dtype = torch.device(case.device), base.dtype_of(case)
+        weights = base.SeededWeights(skeleton(config), seed=seed, dtype=dtype, device=device)
         host_ids, host_mask = bert_arms.draw_inputs(config, given, seed=seed)
         preparation: dict[str, float] = {}
         sizes = {"batch": given.batch, "length": given.length, "tokens": given.tokens}
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
         model: nn.Module
         if case.impl == "zoo":
-            model = bert_arms.ZooStep(zoo_model(Bert, config, weights, placements(config)))
+            model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
             if given.skewed:
-                with timed("packing on the host", preparation, "cpu"):
+                with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
                     batch = pack(host_ids, host_mask, config=config, buckets=buckets)
                 inputs = {"input_ids": batch.to(device)}
@@ -120,17 +106,17 @@ class BertWorkload(Workload):
             return bert_arms.reference_output(config, weights, host_ids.to(device), mask)
 
         filled = f"skewed lengths, {given.tokens / (given.batch * given.length):.0%} filled"
-        return Prepared(
+        return base.Prepared(
             model=model.eval(),
             inputs=inputs,
-            compile_regions=upstream_regions(case, accelerated_inside),
+            compile_regions=base.upstream_regions(case, base.accelerated_inside),
             reference=reference,
             bytes=bert_arms.bytes_moved(config, given, dtype.itemsize),
             bytes_formula=bert_arms.BYTES_FORMULA,
             flops=bert_arms.flops(config, given.lengths()),
             data=f"generated ({filled if given.skewed else 'full rows'})",
             preparation_seconds=preparation,
-            sizes=sizes | bert_arms.model_sizes(config),
+            sizes=sizes | base.encoder_sizes(Bert, config),
             count=given.batch,
             unit="sequences",
         )
@@ -150,23 +136,22 @@ def config_of(model: str) -> BertConfig:
     )
 
 
-def prepare_training(case: Case, *, seed: int) -> Prepared:
-    """Build model and batches on the device."""
+def prepare_training(case: Case, *, seed: int) -> base.Prepared:
     config, asked = config_of(case.model), bert_arms.task(case.input)
     device = torch.device(case.device)
-    weights = SeededWeights(skeleton(config), seed=seed, dtype=torch.float32, device=device)
+    weights = base.SeededWeights(skeleton(config), seed=seed, dtype=torch.float32, device=device)
     batches = bert_arms.Batches(case.impl, config, asked, device, seed=seed)
 
     model: nn.Module
     if case.impl == "zoo":
-        model = zoo_model(Bert, config, weights, placements(config))
+        model = base.zoo_model(Bert, config, weights, placements(config))
     else:
         model = bert_arms.build(config, weights)
-    training = Training(
+    training = base.Training(
         loss=lambda model, batch: model(**batch).loss,
         batch=batches.checked,
         learning_rate=_RATE_TIMES_WIDTH / config.hidden_size,
-        autocast=autocast_of(dtype_of(case)),
+        autocast=base.autocast_of(base.dtype_of(case)),
     )
     if asked.epoch:
         epoch = batches.epoch
@@ -179,18 +164,18 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
         return reference_losses(theirs, replace(training, batch=padded.checked))
 
     sizes, lengths = batches.sizes(), batches.lengths
-    return Prepared(
+    return base.Prepared(
         model=model.requires_grad_(True).train(),
         inputs={},
-        compile_regions=upstream_regions(case, accelerated),
+        compile_regions=base.upstream_regions(case, base.accelerated),
         dynamic=False if asked.kind == "epoch-static" else None,
         reference=reference,
-        bytes=bert_arms.training_bytes(config, dtype_of(case).itemsize),
+        bytes=bert_arms.training_bytes(config, base.dtype_of(case).itemsize),
         bytes_formula=bert_arms.TRAINING_BYTES_FORMULA,
         flops=sum(bert_arms.training_flops(config, rows) for rows in lengths) // len(lengths),
         data="generated (an epoch of log-normal lengths)" if asked.epoch else "generated (full rows)",
         preparation_seconds=batches.preparation(),
-        sizes=sizes | bert_arms.model_sizes(config),
+        sizes=sizes | base.encoder_sizes(Bert, config),
         count=sizes["tokens"],
         unit="tokens",
         training=training,
@@ -200,23 +185,16 @@ def prepare_training(case: Case, *, seed: int) -> Prepared:
 def training_memory(case: Case, *, reference: bool) -> int:
     """Estimated device memory of an arm, padded as far as any batch is, or of the reference if that takes more."""
     config, asked = config_of(case.model), bert_arms.task(case.input)
-    parameters, tokens, layers = parameters_of(Bert, config), asked.batch * asked.length, config.num_hidden_layers
+    parameters, tokens, layers = base.parameters_of(Bert, config), asked.batch * asked.length, config.num_hidden_layers
     # Scores, their softmax and its gradient, where attention writes them out: on a CPU, and in float64.
     scores = 3 * asked.batch * config.num_attention_heads * asked.length**2
-    running = 4 * layers * (tokens * inside(config) + (scores if case.device == "cpu" else 0))
-    passing = layers * tokens * config.hidden_size
-    exact = 8 * (passing + 2 * (tokens * inside(config) + scores) + 4 * parameters)
+    # What a token leaves behind in a layer for the backward: its input, three projections, what attention gives, what
+    # goes into both norms and comes out, and both sides of the activation.
+    inside = tokens * (10 * config.hidden_size + 2 * config.intermediate_size)
+    running = 4 * layers * (inside + (scores if case.device == "cpu" else 0))
+    exact = 8 * (layers * tokens * config.hidden_size + 2 * (inside + scores) + 4 * parameters)
     epoch = 16 * bert_arms.EPOCH[case.device] * tokens if asked.epoch else 0
     return 20 * parameters + epoch + (max(running, exact) if reference else running)
-
-
-def inside(config: BertConfig) -> int:
-    """Values that a token leaves behind in a layer for the backward.
-
-    Its input, three projections, what attention gives, what goes into both norms and comes out, and both sides of the
-    activation.
-    """
-    return 10 * config.hidden_size + 2 * config.intermediate_size
 
 
 WORKLOAD = BertWorkload()

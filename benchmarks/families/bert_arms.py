@@ -75,12 +75,10 @@ class Task:
         return tuple(self.log_normal(math.sqrt(2) * torch.erfinv(2 * quantiles - 1), *_SKEWED).tolist())
 
     def log_normal(self, normal: Tensor, median: float, spread: float) -> Tensor:
-        """Lengths from normal numbers; the median is a share of the longest."""
         return (self.length * median * (spread * normal).exp()).round().clamp(2, self.length).long()
 
     @property
     def tokens(self) -> int:
-        """N, without padding."""
         return sum(self.lengths())
 
 
@@ -129,7 +127,6 @@ def draw_texts(config: BertConfig, task: Task, *, seed: int, longest: bool = Fal
 
 
 def draw_rows(config: BertConfig, lengths: Tensor, generator: torch.Generator) -> Texts:
-    """Texts of these lengths [B]."""
     rows, longest = len(lengths), int(lengths.max())
     pad = config.pad_token_id
     first = 0 if pad is None else pad + 1
@@ -183,7 +180,6 @@ class Batches:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def to_device(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The same on the device."""
         return {name: value.to(self.device) for name, value in batch.items()}
 
     def shapes(self) -> tuple[dict[str, Any], ...]:
@@ -285,12 +281,6 @@ def reference_output(
 # --- what an encoder must do and move ---
 
 
-def model_sizes(config: BertConfig) -> dict[str, int]:
-    """What a reader needs to know of the model."""
-    layers, width = config.num_hidden_layers, config.hidden_size
-    return {"layers": layers, "width": width, "parameters": parameters_of(Bert, config)}
-
-
 def layer_weights(config: BertConfig) -> int:
     """Weights of one layer: four square products, two of the MLP, their biases, two norms."""
     width, inner = config.hidden_size, config.intermediate_size
@@ -309,7 +299,6 @@ def flops(config: BertConfig, lengths: Sequence[int]) -> int:
 
 
 def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     width = config.hidden_size
     weights = config.num_hidden_layers * layer_weights(config) + width * width + width
     rows = min(task.tokens, config.vocab_size) + task.length + 1 + 2
@@ -323,6 +312,5 @@ def training_flops(config: BertConfig, lengths: Sequence[int]) -> int:
 
 
 def training_bytes(config: BertConfig, itemsize: int) -> int:
-    """Fewest bytes that one step moves through device memory, as :data:`TRAINING_BYTES_FORMULA` says."""
     layers = config.num_hidden_layers * layer_weights(config)
     return 2 * layers * itemsize + 32 * parameters_of(Bert, config)

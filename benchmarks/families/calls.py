@@ -20,7 +20,6 @@ from benchmarks.compiler import other_cache
 from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, weights_dtype
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
-from zoo import Region
 from zoo.ops.glu import bias_gelu
 from zoo.ops.norms import layer_norm
 
@@ -44,7 +43,6 @@ class KernelBlock(Block):
     """As the zoo writes it: norm and activation are kernels, and nothing is left to fuse."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, D] to [B, D]."""
         up = F.linear(layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps), self.up.weight)
         return x + self.down(bias_gelu(up, self.up.bias, False))
 
@@ -55,14 +53,12 @@ BLOCKS = {"block-8": Block, "kernel-block-8": KernelBlock}
 class Blocks(nn.Module):
     def __init__(self, block: type[Block], width: int) -> None:
         super().__init__()
-        self.regions = (Region(block, graphs=1, why="a block launches few kernels, so that the host's time shows"),)
         # Without it the first block's input would have no gradient and the others' would: two graphs.
         self.scale = nn.Parameter(torch.ones(width))
         self.blocks = nn.ModuleList(block(width) for _ in range(DEPTH))
         self.others: list[nn.Module] = []  # models whose graphs the class has as well; in a list, no submodules
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, D] to [B, D]."""
         x = x * self.scale
         for block in self.blocks:
             x = block(x)
@@ -70,10 +66,7 @@ class Blocks(nn.Module):
 
 
 class CallsWorkload(Workload):
-    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says.
-
-    Regional arms compile the other graphs, of other widths, while they get ready: they are in no figure.
-    """
+    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says."""
 
     family = "calls"
     models = tuple(BLOCKS)
@@ -89,7 +82,6 @@ class CallsWorkload(Workload):
         return None if case.impl == "zoo" else "these blocks are of no library"
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Nothing beside what a process takes: the models are small."""
         return 0
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:

@@ -18,16 +18,7 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks import conformance as foreign
-from benchmarks.families.base import (
-    Prepared,
-    Workload,
-    accelerated,
-    cache_argument,
-    converted,
-    count_flops,
-    count_parameters,
-    dtype_of,
-)
+from benchmarks.families import base
 from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from zoo.engine.compat import compile_limit_kwargs
 
@@ -76,7 +67,7 @@ MODELS = {
 # fmt: on
 
 
-class ForeignWorkload(Workload):
+class ForeignWorkload(base.Workload):
     """Inference of models of transformers, diffusers and torchvision that the zoo has no version of.
 
     ``BxP``: images of P pixels a side; ``Bx30s``: speech and 64 tokens of its text, through encoder and decoder;
@@ -108,12 +99,12 @@ class ForeignWorkload(Workload):
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Weights as they are drawn in float32, and in the case's dtype; the reference is another model in float32."""
         weights, small = parameters(case.model), DEBUG in case.model
-        return weights * (4 * (2 if reference else 1) + dtype_of(case).itemsize) + (0 if small else ACTIVATIONS)
+        return weights * (4 * (2 if reference else 1) + base.dtype_of(case).itemsize) + (0 if small else ACTIVATIONS)
 
-    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> base.Prepared:
         told, kind, model = MODELS[case.model], case.input.partition("-")[0], drawn(case, seed)
         torch.manual_seed(seed)
-        inputs = converted(told.inputs[case.input](), case.device, dtype_of(case))
+        inputs = base.converted(told.inputs[case.input](), case.device, base.dtype_of(case))
         run: Generation | Batching | None = None
         step, whole, count = Call(model), inputs, told.count
         if kind in (DYNAMIC, STATIC):
@@ -133,10 +124,10 @@ class ForeignWorkload(Workload):
 
         def reference() -> Tensor:
             exact = drawn(case, seed).float()
-            output: Tensor = Call(exact)(**converted(whole, case.device, torch.float32))
+            output: Tensor = Call(exact)(**base.converted(whole, case.device, torch.float32))
             return run.of(output) if run else output
 
-        return Prepared(
+        return base.Prepared(
             model=step.eval().requires_grad_(False),
             inputs=inputs,
             compile_regions=compile_regions,
@@ -146,7 +137,7 @@ class ForeignWorkload(Workload):
             reference_dtype="float32",
             bytes=(told.count if run else 1) * sum(each.nbytes for each in model.parameters()),
             bytes_formula=BYTES_FORMULA,
-            flops=count_flops(Call(model), **whole),
+            flops=base.count_flops(Call(model), **whole),
             data="generated",
             sizes={"parameters": parameters(case.model)},
             count=count,
@@ -156,9 +147,8 @@ class ForeignWorkload(Workload):
 
 @cache
 def parameters(name: str) -> int:
-    """Of a model, which is built without memory for it."""
     with torch.device("meta"):
-        return count_parameters(MODELS[name].make())
+        return base.count_parameters(MODELS[name].make())
 
 
 def drawn(case: Case, seed: int) -> Any:
@@ -169,7 +159,7 @@ def drawn(case: Case, seed: int) -> Any:
         for weight in model.parameters():
             if weight.numel() == max(weight.shape):
                 weight.data += 0.1 * torch.randn(weight.shape)
-    return model.to(dtype_of(case)).eval()
+    return model.to(base.dtype_of(case)).eval()
 
 
 def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
@@ -178,7 +168,7 @@ def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
         return zoo.compile_regions(model, **options)
     options |= compile_limit_kwargs() if case.impl == "upstream-tuned" else {}
     if type(model).__module__.startswith("transformers."):
-        return accelerated(model, **options)
+        return base.accelerated(model, **options)
     if hasattr(model, "compile_repeated_blocks"):
         model.compile_repeated_blocks(**options)
     for block in [each for each in model.modules() if type(each).__name__ == "CNBlock"]:
@@ -219,7 +209,7 @@ class Generation(Call):
         if static:
             from transformers import StaticCache
 
-            self.name, slots = cache_argument(model), self.prompt + text.shape[1]
+            self.name, slots = base.cache_argument(model), self.prompt + text.shape[1]
             self.kept = self.how[self.name] = StaticCache(config=model.config, max_cache_len=slots)
 
     def forward(self, **inputs: Any) -> Tensor:

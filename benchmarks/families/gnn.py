@@ -102,7 +102,9 @@ class GnnWorkload(Workload):
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         device, held = torch.device(case.device), weights_dtype(case)
-        graph_name, features = case.input.removesuffix(SAMPLED), gnn_arms.width_of(case.model)
+        graph_name = case.input.removesuffix(SAMPLED)
+        # A model of one width takes features of it.
+        features = architecture(case.model, graph_name, features=0, classes=0).features or None
 
         def load() -> Graph:
             return graphs.load(graph_name, data_root=data_root, features=features, seed=seed, device=device)
@@ -157,10 +159,7 @@ class GnnWorkload(Workload):
 def _implementation(
     case: Case, arch: Architecture, shipped: nn.Module, graph: Graph
 ) -> tuple[nn.Module, dict[str, Any], str | None]:
-    """The case's model, its inputs besides ``x``, and what was prepared once, if anything.
-
-    Where parts of the graph are sampled nothing of the whole is prepared, and no input is left.
-    """
+    """The case's model, its inputs besides ``x``, and what was prepared once, if anything."""
     if case.input.endswith(SAMPLED):
         return zoo.from_upstream(shipped) if case.impl == "zoo" else shipped, {}, None
     if case.impl == "upstream":
@@ -258,14 +257,16 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
     def reference() -> Tensor:
         return reference_losses(gnn_arms.build(arch, seed=seed).to(x.device), parts.plain())
 
-    usual = sampler.buckets[0]
+    usual, by = sampler.buckets[0], f"the zoo's sampler on the {'GPU' if ours.device.type == 'cuda' else 'host'}"
+    if case.impl != "zoo" and library_samples():
+        by = "NeighborLoader"
     gathered = 2 * usual.nodes * x.shape[1] * x.element_size()
     return prepared.for_training(
         reference=reference,
         bytes=2 * gnn_arms.bytes_moved(arch, usual.layers, dtype_of(case).itemsize) + gathered,
         bytes_formula=SAMPLED_BYTES_FORMULA,
         flops=gnn_arms.training_flops(arch, usual.layers),
-        data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts}, in the race by {_who(case, x)}",
+        data=f"{graph.data}, labels of a random linear map; sampled {sampler.fanouts}, in the race by {by}",
         sizes={
             **prepared.sizes,
             "seeds": sampler.batch_size,
@@ -309,8 +310,6 @@ class _Parts:
         self._epochs = itertools.count(1)
 
     def padded(self) -> Training:
-        """In the shapes that the sampler declares."""
-
         def loss(model: nn.Module, batch: SampledBatch) -> Tensor:
             output = model(self.x[batch.nodes], batch.graphs)
             return F.cross_entropy(output, batch.labels(self.labels))
@@ -332,11 +331,7 @@ class _Parts:
         )
 
     def plain(self, *, trimmed: bool = False) -> Training:
-        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had.
-
-        ``trimmed`` tells the model which hop met what, so that layers leave out what nobody reads, as the library's
-        documentation advises.
-        """
+        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had."""
 
         def loss(model: Any, batch: dict[str, Any]) -> Tensor:
             features = self.x[batch["nodes"]].to(next(model.parameters()).dtype)
@@ -345,10 +340,12 @@ class _Parts:
             return F.cross_entropy(output[: batch["seeds"]], self.labels[batch["nodes"][: batch["seeds"]]])
 
         def epoch() -> Iterator[dict[str, Any]]:
-            # The library's loader goes on to another epoch by itself.
-            drawn = self._library if library_samples() else self.sampler.subgraphs(next(self._epochs), self._ready)
-            for batch in drawn:
-                yield self._on_device(batch if isinstance(batch, dict) else _of_library(batch))
+            if not library_samples():
+                yield from map(self._on_device, self.sampler.subgraphs(next(self._epochs), self._ready))
+                return
+            for got in self._library:  # which goes on to another epoch by itself
+                values = (got.n_id, got.edge_index, got.batch_size, got.num_sampled_nodes, got.num_sampled_edges)
+                yield self._on_device(dict(zip(_INPUTS, values, strict=True)))
 
         return Training(
             loss=loss,
@@ -364,9 +361,7 @@ class _Parts:
 
     def _ready(self, drawn: Subgraph) -> dict[str, Any]:
         """All that the host does with a batch before it is moved."""
-        tensors = (drawn.nodes, drawn.edge_index)
-        if self.x.is_cuda:
-            tensors = (drawn.nodes.pin_memory(), drawn.edge_index.pin_memory())
+        tensors = [each.pin_memory() if self.x.is_cuda else each for each in (drawn.nodes, drawn.edge_index)]
         values = (*tensors, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
         return dict(zip(_INPUTS, values, strict=True))
 
@@ -397,20 +392,9 @@ class _Parts:
         )
 
 
-def _of_library(batch: Any) -> dict[str, Any]:
-    values = (batch.n_id, batch.edge_index, batch.batch_size, batch.num_sampled_nodes, batch.num_sampled_edges)
-    return dict(zip(_INPUTS, values, strict=True))
-
-
 def library_samples() -> bool:
     """Whether torch-geometric's NeighborLoader works here: it needs one of two packages."""
     return any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse"))
-
-
-def _who(case: Case, x: Tensor) -> str:
-    if case.impl == "zoo":
-        return f"the zoo's sampler on the {'GPU' if x.is_cuda else 'host'}"
-    return "NeighborLoader" if library_samples() else "the zoo's sampler on the host"
 
 
 WORKLOAD = GnnWorkload()

@@ -74,7 +74,6 @@ class Architecture:
         ]
 
     def edges(self, nodes: int, edges: int) -> int:
-        """Messages a layer sends."""
         return edges + nodes if self.self_loops else edges
 
 
@@ -86,12 +85,6 @@ def architecture(model: str, input: str, *, features: int, classes: int) -> Arch
         return Architecture(kind=deep["kind"], features=width, hidden=width, layers=layers, classes=None, heads=heads)
     layers, hidden = (2, 64) if input.removesuffix(POWER_LAW) in SMALL else (3, 256)
     return Architecture(kind=model, features=features, hidden=hidden, layers=layers, classes=classes, heads=heads)
-
-
-def width_of(model: str) -> int | None:
-    """Width of the features that a model of one width takes, or None."""
-    deep = _DEEP.fullmatch(model)
-    return int(deep["width"]) if deep else None
 
 
 # --- torch-geometric's arms: as its users would run it, at its documented best, and as the reference ---
@@ -130,11 +123,8 @@ def tuned_layout(case: Case, kind: str) -> str:
     precision: there edges sorted by destination, with self-loops and normalisation done before, compile to one graph.
     ``EdgeIndex`` has no sparse path into these convolutions, fails under inference mode, and is no faster on the CPU.
     """
-    if kind == "gat" or case.strategy != "eager":
-        return "sorted"
-    if case.device == "cpu" and case.dtype != "float32":
-        return "sorted"
-    return "csr"
+    sparse = kind != "gat" and case.strategy == "eager" and (case.device != "cpu" or case.dtype == "float32")
+    return "csr" if sparse else "sorted"
 
 
 def tune(
@@ -179,10 +169,7 @@ def tune(
 
 
 def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype) -> Tensor:
-    """Edges sorted by destination as a ``torch.sparse_csr`` adjacency, whose rows are destinations.
-
-    Duplicates stay (the library's own converter would merge them); indices are narrow.
-    """
+    """Edges sorted by destination as a ``torch.sparse_csr`` adjacency, whose rows are destinations."""
     sources, destinations = edge_index
     narrow = torch.int32 if sources.numel() < 2**31 - 1 else torch.int64
     offsets = torch.zeros(nodes + 1, dtype=torch.int64, device=sources.device)
@@ -195,10 +182,7 @@ def csr(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtyp
 
 @torch.no_grad()
 def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
-    """Eager upstream in float64 on these weights and inputs: ``[N, classes]``.
-
-    As shipped, or on a large graph by a CSR adjacency, which holds no messages.
-    """
+    """Eager upstream in float64 on these weights and inputs: ``[N, classes]``."""
     model, x = copy.deepcopy(shipped).double(), x.double()
     if arch.kind == "gat" or edge_index.size(1) < LARGE_EDGES:
         return model(x, edge_index)
@@ -210,7 +194,6 @@ def reference_output(arch: Architecture, shipped: nn.Module, x: Tensor, edge_ind
 
 
 def parameters(arch: Architecture) -> int:
-    """Weights and biases."""
     maps, scores = 1 + (arch.kind == "graphsage"), 2 * (arch.kind == "gat")
     stack = arch.stack()
     return sum(layer.transformed * (maps * layer.inputs + scores) + layer.outputs for layer in stack)
@@ -235,7 +218,6 @@ def flops(arch: Architecture, sizes: Sizes) -> int:
 
 
 def bytes_moved(arch: Architecture, sizes: Sizes, itemsize: int) -> int:
-    """Fewest bytes that one forward moves through device memory, as :data:`BYTES_FORMULA` says."""
     total = parameters(arch) * itemsize
     for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
         messages = arch.edges(nodes, edges)

@@ -76,7 +76,6 @@ class Graph:
 
 
 def spec(name: str) -> GraphSpec:
-    """Counts of an input by name."""
     return SPECS[name.removesuffix(POWER_LAW)]
 
 

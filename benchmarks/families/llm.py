@@ -11,18 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.families import llm_arms
-from benchmarks.families.base import (
-    Prepared,
-    SeededWeights,
-    Training,
-    Workload,
-    accelerated,
-    accelerated_inside,
-    dtype_of,
-    upstream_regions,
-    zoo_model,
-)
+from benchmarks.families import base, llm_arms
 from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
@@ -44,7 +33,7 @@ _LONG = 16384
 REFERENCE_ROWS = 4096
 
 
-class LlmWorkload(Workload):
+class LlmWorkload(base.Workload):
     """Greedy inference with random weights.
 
     ``decode-BxS``: one call is one token for each of B rows over a cache of S slots, from embedding to the token that
@@ -92,7 +81,7 @@ class LlmWorkload(Workload):
     def estimate(self, case: Case, *, reference: bool) -> int:
         return (training_memory if case.workload == "train" else memory)(case, _config(case), reference=reference)
 
-    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> base.Prepared:
         return (prepare_training if case.workload == "train" else prepare)(case, _config(case), seed=seed)
 
 
@@ -102,7 +91,7 @@ def _config(case: Case) -> LLMConfig:
 
 def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
     """Estimated device memory of inference: weights, cache, and what is alive around a layer or the output product."""
-    task, itemsize, parameters = task_of(case.input), dtype_of(case).itemsize, llm_arms.parameters(config)
+    task, itemsize, parameters = task_of(case.input), base.dtype_of(case).itemsize, base.parameters_of(LLM, config)
     cached = case.impl == "zoo" or task.kind != "prefill"
     fed, cache = task.batch * task.tokens, task.batch * task.slots * llm_arms.slot_values(config)
     wide = 3 * config.hidden_size + 4 * config.intermediate_size
@@ -123,11 +112,10 @@ def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
     return held + max(masks, exact)
 
 
-def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
-    """Build model, cache and prompt of inference on the device."""
+def prepare(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
     task = task_of(case.input)
-    device, dtype = torch.device(case.device), dtype_of(case)
-    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
+    device, dtype = torch.device(case.device), base.dtype_of(case)
+    weights = base.SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
     tokens = llm_arms.draw_tokens(config, task, seed=seed, device=device)
     past = functools.partial(llm_arms.draw_past, config, task, seed=seed, dtype=dtype, device=device)
     step = _step(case, config, task, weights, tokens, past)
@@ -136,31 +124,32 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         cached = past if task.kind == "decode" else None
         return llm_arms.reference_output(config, weights, task, tokens, cached)
 
-    return Prepared(
+    kept = "" if case.impl == "zoo" or task.kind == "answer" else "not "
+    length = "slots" if task.kind == "decode" else "tokens"
+    return base.Prepared(
         model=step.eval(),
         inputs={} if task.kind == "decode" else {"input_ids": tokens},
-        compile_regions=upstream_regions(case, accelerated_inside),
+        compile_regions=base.upstream_regions(case, base.accelerated_inside),
         reset=step.reset,
         reference=reference,
         reference_dtype="float32",
         bytes=llm_arms.bytes_moved(config, task, dtype.itemsize),
         bytes_formula=llm_arms.BYTES_FORMULA,
         flops=llm_arms.flops(config, task),
-        data=_data(case, task),
-        sizes=_sizes(config, task, "slots" if task.kind == "decode" else "tokens"),
+        data=f"generated ({'cache half to wholly full' if task.kind == 'decode' else f'keys and values {kept}kept'})",
+        sizes={"batch": task.batch, length: task.length, **base.encoder_sizes(LLM, config)},
         count=task.batch * task.tokens,
         unit="tokens",
     )
 
 
 def _step(
-    case: Case, config: LLMConfig, task: Task, weights: SeededWeights, tokens: Tensor, past: llm_arms.Past
+    case: Case, config: LLMConfig, task: Task, weights: base.SeededWeights, tokens: Tensor, past: llm_arms.Past
 ) -> llm_arms.Step:
-    """The module whose call is measured, with the case's model in it."""
     assert task.kind is not None, "an input of inference"
     held = past if task.kind == "decode" else None
     if case.impl == "zoo":
-        model = zoo_model(LLM, config, weights, placements(config))
+        model = base.zoo_model(LLM, config, weights, placements(config))
         return llm_arms.ZOO[task.kind](model, task, tokens, held)
     theirs = llm_arms.build(config, weights)
     if case.impl == "upstream-tuned" and task.kind == "prefill":
@@ -168,28 +157,13 @@ def _step(
     return llm_arms.UPSTREAM[task.kind](theirs, task, tokens, held)
 
 
-def _sizes(config: LLMConfig, task: Task, length: str) -> dict[str, int]:
-    """What a reader needs to know of input and model."""
-    model = {"layers": config.num_hidden_layers, "width": config.hidden_size, "parameters": llm_arms.parameters(config)}
-    return {"batch": task.batch, length: task.length, **model}
-
-
-def _data(case: Case, task: Task) -> str:
-    if task.kind == "decode":
-        return "generated (cache half to wholly full)"
-    kept = case.impl == "zoo" or task.kind == "answer"
-    return f"generated (keys and values {'kept' if kept else 'not kept'})"
-
-
 # --- training ---
 
 
-def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
-    """Build model and batches on the device."""
+def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
     rows = task_of(case.input)
-    device = torch.device(case.device)
-    dtype = dtype_of(case)
-    weights = SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
+    device, dtype = torch.device(case.device), base.dtype_of(case)
+    weights = base.SeededWeights(llm_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
     words = llm_arms.Words(config.vocab_size, seed=seed)
     checkpointed = case.model.endswith(CHECKPOINTED)
 
@@ -203,9 +177,9 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
     after_compile: Callable[[nn.Module], Any] | None = None
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
-        model = Features(zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
-        if checkpointed:
-            after_compile = _checkpoint
+        model = Features(base.zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
+        if checkpointed:  # nothing in a layer is random
+            after_compile = functools.partial(checkpoint_regions, cls=LLMLayer, preserve_rng_state=False)
     else:
         model = llm_arms.build(config, weights).requires_grad_(True)
         if checkpointed:
@@ -221,14 +195,14 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         theirs = llm_arms.build(config, weights).requires_grad_(True).train()
         llm_arms.without_scores(theirs)
         checkpoint_upstream(theirs)
-        training = Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
+        training = base.Training(loss=loss_in_parts, batch=batch, learning_rate=learning_rate, checked=checked)
         return reference_losses(theirs, training, torch.float32)
 
-    parameters = llm_arms.parameters(config)
-    return Prepared(
+    parameters = base.parameters_of(LLM, config)
+    return base.Prepared(
         model=model.train(),
         inputs={},
-        compile_regions=upstream_regions(case, accelerated),
+        compile_regions=base.upstream_regions(case, base.accelerated),
         reference=reference,
         reference_dtype="float32",
         # Weight, gradient and two moments: three reads of the weight, gradient written and read, all updated.
@@ -236,10 +210,10 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
         bytes_formula=TRAINING_BYTES_FORMULA,
         flops=3 * llm_arms.flops(config, rows),
         data=f"generated ({llm_arms.WORDS} words, each followed by one other in {llm_arms.FOLLOWED:.0%})",
-        sizes=_sizes(config, rows, "length"),
+        sizes={"batch": rows.batch, "length": rows.length, **base.encoder_sizes(LLM, config)},
         count=rows.batch * rows.length,
         unit="tokens",
-        training=Training(
+        training=base.Training(
             loss=upstream_loss if loss_module is None else functools.partial(chunked_loss, loss_module),
             batch=batch,
             learning_rate=learning_rate,
@@ -251,17 +225,10 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> Prepared:
 
 
 def training_memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
-    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all.
-
-    The reference adds its own, in float32 with checkpointed layers, if it is asked for: any arm may compute it.
-    """
-    rows = task_of(case.input)
-    fed = rows.batch * rows.length
-    itemsize = dtype_of(case).itemsize
-    parameters = llm_arms.parameters(config)
-    heads = config.num_attention_heads * config.head_dim
-    alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * heads
-    layers = config.num_hidden_layers
+    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all."""
+    rows, itemsize, parameters = task_of(case.input), base.dtype_of(case).itemsize, base.parameters_of(LLM, config)
+    fed, layers = rows.batch * rows.length, config.num_hidden_layers
+    alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_attention_heads * config.head_dim
     checkpointed = case.model.endswith(CHECKPOINTED)
     kept = fed * (layers * config.hidden_size + alive if checkpointed else layers * alive)
     logits = fed * config.vocab_size * (2 * itemsize + 8)
@@ -287,7 +254,6 @@ class Features(nn.Module):
 
 
 def chunked_loss(product: LinearCrossEntropy, call: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Cross entropy of the next tokens, without all the logits."""
     return product(*call(batch["input_ids"]), batch["labels"])
 
 
@@ -315,11 +281,6 @@ def checkpoint_upstream(model: Any) -> None:
     # The older name of it says in newer releases that it will go.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def _checkpoint(model: nn.Module) -> None:
-    # Nothing in a layer is random.
-    checkpoint_regions(model, LLMLayer, preserve_rng_state=False)
 
 
 WORKLOAD = LlmWorkload()

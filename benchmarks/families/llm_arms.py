@@ -59,7 +59,6 @@ class Task:
 
     @property
     def first(self) -> int:
-        """Position of the first token that is fed."""
         return self.length // 2 if self.kind == "decode" else 0
 
     @property
@@ -81,7 +80,6 @@ class Task:
 
     @property
     def passes(self) -> int:
-        """How often a call goes through the model."""
         return 2 if self.kind == "answer" else 1
 
 
@@ -95,6 +93,7 @@ def task_of(name: str) -> Task:
 class Step(nn.Module):
     """What both libraries' steps share: the tokens that are fed next, where they go, and what lies in the cache."""
 
+    logits: Any  # what follows some ids, which becomes ``tokens``
     tokens: Tensor
     positions: Tensor
     last: Tensor
@@ -110,8 +109,12 @@ class Step(nn.Module):
         self.hold("positions", torch.empty_like(self.tokens))
         self.hold("last", torch.full_like(self.tokens, task.length))  # position of an answer's token
 
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [B, V] of the token after the prompt [B, T]."""
+        logits: Tensor = self.logits(input_ids)
+        return logits
+
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the cache."""
         return []
 
     def hold(self, name: str, tensor: Tensor) -> None:
@@ -135,7 +138,7 @@ class Step(nn.Module):
 
 
 class ZooStep(Step):
-    """Tokens chosen as ``LLM.generate`` chooses them, by the zoo's operator."""
+    """A prompt through the zoo's model into its cache; tokens are chosen as ``LLM.generate`` chooses them."""
 
     regions = LLM.regions
 
@@ -164,19 +167,11 @@ class ZooStep(Step):
 class ZooDecode(ZooStep):
     """A token for each row from the zoo's model over its cache, which holds ``past``."""
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Tensor:  # type: ignore[override]
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.logits(self.tokens, self.positions)
         self.move_on(self.stride - 1)
         return logits
-
-
-class ZooPrefill(ZooStep):
-    """A prompt through the zoo's model into its cache."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, V] of the token after the prompt [B, T]."""
-        return self.logits(input_ids)
 
 
 class ZooAnswer(ZooStep):
@@ -190,7 +185,10 @@ class ZooAnswer(ZooStep):
 
 
 class UpstreamStep(Step):
-    """The most likely tokens of transformers' model, with its ``StaticCache`` but for a prompt alone."""
+    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest.
+
+    Other steps have its ``StaticCache``.
+    """
 
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None = None) -> None:
         super().__init__(model, task, tokens, past)
@@ -226,7 +224,7 @@ class UpstreamDecode(UpstreamStep):
         for length in self.lengths:
             length.fill_(self.task.first)
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Tensor:  # type: ignore[override]
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.logits(self.tokens, position_ids=self.positions)
         self.move_on(self.stride)
@@ -245,17 +243,9 @@ class UpstreamAnswer(UpstreamStep):
         return self.logits(input_ids[:, -1:], position_ids=self.last)
 
 
-class UpstreamPrefill(UpstreamStep):
-    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Logits [B, V] of the token after the prompt [B, T]."""
-        return self.logits(input_ids)
-
-
 # By the kind of a task.
-ZOO = {"decode": ZooDecode, "prefill": ZooPrefill, "answer": ZooAnswer}
-UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamPrefill, "answer": UpstreamAnswer}
+ZOO = {"decode": ZooDecode, "prefill": ZooStep, "answer": ZooAnswer}
+UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamStep, "answer": UpstreamAnswer}
 
 # --- transformers' arms: as shipped, at its documented best, and the reference ---
 
@@ -401,11 +391,6 @@ def vocabulary(config: LLMConfig) -> int:
     return config.vocab_size * config.hidden_size
 
 
-def parameters(config: LLMConfig) -> int:
-    """All weights; tied ones once."""
-    return parameters_of(LLM, config)
-
-
 def flops(config: LLMConfig, task: Task) -> int:
     """Multiply-adds counted as two: products of every token, scores and their sums, the output product.
 
@@ -419,8 +404,7 @@ def flops(config: LLMConfig, task: Task) -> int:
 
 
 def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
-    weights = parameters(config) - (0 if config.tie_word_embeddings else vocabulary(config))
+    weights = parameters_of(LLM, config) - (0 if config.tie_word_embeddings else vocabulary(config))
     # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
     slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[str(task.kind)]
     logits = task.batch * config.vocab_size
@@ -444,15 +428,11 @@ class Words:
     def draw(self, task: Task, *, seed: int) -> Tensor:
         """[B, T] int64 on the CPU."""
         generator = torch.Generator().manual_seed(seed)
-        count = len(self.words)
-        drawn = torch.randint(count, (task.batch, task.length), generator=generator)
+        words = torch.randint(len(self.words), (task.batch, task.length), generator=generator)
         follows = torch.rand(task.batch, task.length, generator=generator) < FOLLOWED
-        follows[:, 0] = False
-        # Each token is so many steps behind the last one that was drawn freely; they are taken in powers of two.
-        places = torch.arange(task.length).expand(task.batch, -1)
-        free = places.masked_fill(follows, 0).cummax(1).values
-        words, steps, jump = drawn.gather(1, free), places - free, self.next
-        for bit in range(int(steps.max()).bit_length()):
-            words = torch.where((steps >> bit) % 2 == 1, jump[words], words)
-            jump = jump[jump]
-        return self.words[words]
+        rows, after = words.tolist(), self.next.tolist()
+        for row, follow in zip(rows, follows.tolist(), strict=True):
+            for place in range(1, task.length):
+                if follow[place]:
+                    row[place] = after[row[place - 1]]
+        return self.words[torch.tensor(rows)]

@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,11 +59,7 @@ def pattern(name: str) -> Any:
 
 
 class PatternsWorkload(Workload):
-    """Inference of small models with random weights, ``small`` for a CPU and ``large`` for a GPU.
-
-    Regions against regions: what goes wrong between them does not show where the whole model is one graph, so ``full``
-    is left to the families.
-    """
+    """Inference of small models with random weights, ``small`` for a CPU and ``large`` for a GPU."""
 
     family = "patterns"
     models = tuple(PATTERNS)
@@ -140,7 +136,6 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
-    """The same with a CUDA graph per block."""
     if options.get("backend", "inductor") == "inductor":
         options["mode"] = "reduce-overhead"
     compile_blocks(model, **options)
@@ -158,8 +153,6 @@ def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Counts:
-    """What compiling cost, but for the seconds."""
-
     graphs: int
     breaks: int
     recompiles: int
@@ -179,23 +172,20 @@ def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts
     options.setdefault("backend", "aot_eager")
     recorder = Recorder(model)
     with torch.inference_mode(), recorder.watching_signatures():
-        _call(model, calls)
+        for inputs in calls:
+            model(**inputs)
     declared = bool(declared_regions(model))
     (zoo.compile_regions if declared else compile_blocks)(model, **options)
     # Before torch 2.13 the zoo raises the limit for the whole process.
     limit = zoo.enforce_budget(model) if declared else dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT)
     try:
         with torch.inference_mode(), limit:
-            _call(model, calls)
+            for inputs in calls:
+                model(**inputs)
     finally:
         zoo.uncompile(model)
     facts = recorder.facts()
     return Counts(facts.graphs or 0, len(facts.breaks), len(facts.recompiles))
-
-
-def _call(model: nn.Module, calls: Iterable[Mapping[str, Any]]) -> None:
-    for inputs in calls:
-        model(**inputs)
 
 
 WORKLOAD = PatternsWorkload()

@@ -15,18 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import zoo
-from benchmarks.families.base import (
-    Prepared,
-    Training,
-    Workload,
-    autocast_of,
-    count_flops,
-    dtype_of,
-    parameters_of,
-    timed,
-    upstream_regions,
-    weights_dtype,
-)
+from benchmarks.families import base
 from benchmarks.plan import Case
 from benchmarks.strategies import READY_BATCHES, checkpointed, reference_losses
 from zoo.resnet import ResNet, ResNetConfig, fold_batch_norm
@@ -37,12 +26,6 @@ BYTES_FORMULA = (
     "and residual happen on the way, a block's residual is read once more, the shortcut's output is written and read; "
     "pooling reads and writes; the head reads the last stage and writes the logits. Activations are counted at any "
     "size, though those of a small batch may stay in the caches of the chip."
-)
-TRAINING_BYTES_FORMULA = (
-    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
-    "which reads two of input, output and weights and writes the third; the images need no gradient. And 32 bytes a "
-    "weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes three. Left "
-    "out, so that it is a lower bound: statistics of the batch, which need a pass of their own."
 )
 LEARNING_RATE = 1e-4
 # Labels are of at most so many classes, whatever the model's head has: of a thousand a curve would fall too late.
@@ -58,7 +41,7 @@ _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-ma
 _MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?")
 
 
-class ResNetWorkload(Workload):
+class ResNetWorkload(base.Workload):
     """Inference with random weights over a batch of square images; one call returns the logits.
 
     ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
@@ -92,7 +75,7 @@ class ResNetWorkload(Workload):
     def estimate(self, case: Case, *, reference: bool) -> int:
         """Estimated device memory: weights, and the activations that are alive at once or kept for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
-        itemsize, parameters = dtype_of(case).itemsize, parameters_of(ResNet, config)
+        itemsize, parameters = base.dtype_of(case).itemsize, base.parameters_of(ResNet, config)
         stem, *blocks = conv_outputs(config, size)
         image = config.in_channels * size**2
         if case.workload == "train":
@@ -110,9 +93,9 @@ class ResNetWorkload(Workload):
         exact = (min(batch, REFERENCE_IMAGES) * alive + parameters) * 8 + (batch * image + 2 * parameters) * itemsize
         return max(running, exact) if reference else running
 
-    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> base.Prepared:
         config, (batch, size) = _config(case), sizes(case.input)
-        device, dtype = torch.device(case.device), weights_dtype(case)
+        device, dtype = torch.device(case.device), base.weights_dtype(case)
         training = case.workload == "train"
 
         def shipped() -> nn.Module:
@@ -123,10 +106,10 @@ class ResNetWorkload(Workload):
         model = _implementation(case, shipped(), preparation)
         if case.impl == "upstream-tuned" and case.strategy == "full" and case.device == "cpu":
             freeze_weights()
-        prepared = Prepared(
+        prepared = base.Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
-            compile_regions=upstream_regions(case, compile_blocks),
+            compile_regions=base.upstream_regions(case, compile_blocks),
             # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
             reference=lambda: reference_output(shipped(), images),
             bytes=bytes_moved(config, batch, size, dtype.itemsize),
@@ -139,7 +122,7 @@ class ResNetWorkload(Workload):
                 "pixels": size,
                 "blocks": sum(config.layers),
                 "classes": config.num_classes,
-                "parameters": parameters_of(ResNet, config),
+                "parameters": base.parameters_of(ResNet, config),
             },
             count=batch,
             unit="images",
@@ -148,7 +131,6 @@ class ResNetWorkload(Workload):
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Images and their pixels a side."""
     batch, _, size = input.partition("x")
     return int(batch), int(size)
 
@@ -171,7 +153,7 @@ def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float
     model: Any = shipped if case.impl == "upstream-tuned" else zoo.from_upstream(shipped)
     if case.impl == "zoo" and not parts["folded"]:
         return model
-    with timed("batch norm folding", preparation, case.device):
+    with base.timed("batch norm folding", preparation, case.device):
         if case.impl == "upstream-tuned":
             return fold(model)
         ways: Any = ("fused" if parts["fused"] else "glue", "matmul" if parts["matmul"] else "convolution")
@@ -211,11 +193,6 @@ def _shipped(config: ResNetConfig) -> Any:
     return library.ResNet(block, list(config.layers), replace_stride_with_dilation=dilation, **widths)
 
 
-def _on_meta(config: ResNetConfig) -> Any:
-    with torch.device("meta"):
-        return _shipped(config)
-
-
 def draw_images(config: ResNetConfig, batch: int, size: int, *, seed: int) -> Tensor:
     """Images as they come out of preprocessing, normal: [N, C, H, W] float32 on the CPU, in channels_last."""
     generator = torch.Generator().manual_seed(seed)
@@ -253,9 +230,12 @@ def freeze_weights() -> None:
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Regional compilation as a user of the library does it: each residual block in place."""
-    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
-        for block in stage:  # type: ignore[union-attr]
-            block.compile(**options)
+    for block in blocks_of(model):
+        block.compile(**options)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
 
 
 @torch.no_grad()
@@ -268,7 +248,9 @@ def reference_output(model: nn.Module, images: Tensor) -> Tensor:
 # --- training ---
 
 
-def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
+def training_of(
+    config: ResNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype
+) -> base.Training:
     """Cross entropy over images that are drawn anew in each step, with labels of a random linear map of their means."""
     classes = min(CLASSES, config.num_classes)
     teacher = torch.randn(config.in_channels * SQUARES**2, classes, generator=torch.Generator().manual_seed(seed))
@@ -283,29 +265,30 @@ def training_of(config: ResNetConfig, batch: int, size: int, *, seed: int, devic
         means = F.adaptive_avg_pool2d(images, SQUARES).flatten(1).double()
         return {"images": images, "labels": (means @ teacher).argmax(1)}
 
-    return Training(loss=cross_entropy, batch=draw, learning_rate=LEARNING_RATE, autocast=autocast_of(dtype))
-
-
-def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["images"]), batch["labels"])
+    return base.Training(
+        loss=lambda model, batch: F.cross_entropy(model(batch["images"]), batch["labels"]),
+        batch=draw,
+        learning_rate=LEARNING_RATE,
+        autocast=base.autocast_of(dtype),
+    )
 
 
 def _for_training(
-    case: Case, prepared: Prepared, config: ResNetConfig, batch: int, size: int, *, seed: int
-) -> Prepared:
-    itemsize = dtype_of(case).itemsize
-    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=dtype_of(case))
+    case: Case, prepared: base.Prepared, config: ResNetConfig, batch: int, size: int, *, seed: int
+) -> base.Prepared:
+    itemsize = base.dtype_of(case).itemsize
+    training = training_of(config, batch, size, seed=seed, device=case.device, dtype=base.dtype_of(case))
 
     def reference() -> Tensor:
-        shipped: Any = build(config, seed=seed).to(case.device)
-        checkpointed(block for stage in range(1, 5) for block in getattr(shipped, f"layer{stage}"))
+        shipped = build(config, seed=seed).to(case.device)
+        checkpointed(blocks_of(shipped))
         return reference_losses(shipped, training)
 
     images = batch * config.in_channels * size**2 * itemsize
     return prepared.for_training(
         reference=reference,
-        bytes=3 * bytes_moved(config, batch, size, itemsize) - images + 32 * parameters_of(ResNet, config),
-        bytes_formula=TRAINING_BYTES_FORMULA,
+        bytes=3 * bytes_moved(config, batch, size, itemsize) - images + 32 * base.parameters_of(ResNet, config),
+        bytes_formula=base.TRAINING_BYTES_FORMULA,
         data="generated, squares and noise",
         training=training,
     )
@@ -316,15 +299,14 @@ def _for_training(
 
 def flops(config: ResNetConfig, batch: int, size: int, *, training: bool = False) -> int:
     """Counted on torchvision's model; element-wise work is left out."""
-    images = torch.empty(batch, config.in_channels, size, size, device="meta")
-    return count_flops(_on_meta(config), images, backward=training)
+    with torch.device("meta"):
+        return base.count_flops(_shipped(config), torch.empty(batch, config.in_channels, size, size), backward=training)
 
 
 def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that one call moves through device memory, as :data:`BYTES_FORMULA` says."""
     import torchvision.models.resnet as library
 
-    model, values = _on_meta(config), 0
+    values = 0
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
         nonlocal values
@@ -334,12 +316,13 @@ def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> i
         values += 0 if isinstance(module, nn.AdaptiveAvgPool2d) else output.numel()
 
     noted = (nn.Conv2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Linear, library.BasicBlock, library.Bottleneck)
-    for module in model.modules():
-        if isinstance(module, noted):
-            module.register_forward_hook(note)
-    with torch.no_grad():
-        model.eval()(torch.empty(batch, config.in_channels, size, size, device="meta"))
-    return (values + parameters_of(ResNet, config)) * itemsize
+    with torch.no_grad(), torch.device("meta"):
+        model = _shipped(config).eval()
+        for module in model.modules():
+            if isinstance(module, noted):
+                module.register_forward_hook(note)
+        model(torch.empty(batch, config.in_channels, size, size))
+    return (values + base.parameters_of(ResNet, config)) * itemsize
 
 
 def conv_outputs(config: ResNetConfig, size: int) -> list[list[int]]:

@@ -13,33 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from benchmarks.families import unet_arms
-from benchmarks.families.base import (
-    Prepared,
-    SeededWeights,
-    Training,
-    Workload,
-    autocast_of,
-    converted,
-    draw,
-    dtype_of,
-    timed,
-    upstream_regions,
-    weights_dtype,
-    zoo_model,
-)
+from benchmarks.families import base, unet_arms
 from benchmarks.plan import Case
 from benchmarks.strategies import READY_BATCHES, reference_losses
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 from zoo.unet.config import PRESETS
 from zoo.unet.convert import placements
 
-TRAINING_BYTES_FORMULA = (
-    "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
-    "which reads two of input, output and weights and writes the third; latents and text need no gradient. And 32 "
-    "bytes a weight: its gradient is written, and the optimizer reads weight, gradient and two moments and writes "
-    "three. Left out, so that it is a lower bound: statistics of norms, which need a pass of their own."
-)
 # Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.
 SCHEDULER: dict[str, Any] = {
     "_class_name": "EulerDiscreteScheduler",
@@ -66,7 +46,7 @@ _STEPS, _FIRST, _LAST = 1000, 0.00085, 0.012
 _COPIES = 4
 
 
-class UNetWorkload(Workload):
+class UNetWorkload(base.Workload):
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
     ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels.
@@ -102,7 +82,7 @@ class UNetWorkload(Workload):
         """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
         batch = ROWS if _is_run(case) else batch
-        itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
+        itemsize, parameters = base.dtype_of(case).itemsize, unet_arms.parameters(config)
         skips, alive = unet_arms.skips(config, size), unet_arms.alive(config, size)
         training = case.workload == "train"
         wide = unet_arms.reference_dtype(config, _COPIES if training else 1).itemsize
@@ -122,27 +102,27 @@ class UNetWorkload(Workload):
             exact = (parameters + skips + alive + scores) * wide  # a row at a time
         return held + (max(running, exact) if reference else running)
 
-    def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
+    def build(self, case: Case, *, data_root: str | None, seed: int) -> base.Prepared:
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
-        device, dtype = torch.device(case.device), weights_dtype(case)
+        device, dtype = torch.device(case.device), base.weights_dtype(case)
         weights = unet_arms.Weights(unet_arms.skeleton(config), seed=seed, dtype=dtype, device=device)
         preparation: dict[str, float] = {}
         model: Any
         if case.impl == "zoo":
-            model = zoo_model(UNet, config, weights, placements(config))
+            model = base.zoo_model(UNet, config, weights, placements(config))
         else:
             model = unet_arms.build(config, weights)
             if case.impl == "upstream-tuned":
-                with timed("fused projections", preparation, case.device):
+                with base.timed("fused projections", preparation, case.device):
                     unet_arms.fuse_projections(model)
         if _is_run(case):
             return prepare_run(case, model.eval(), config, weights, batch, size, preparation)
         inputs = unet_arms.draw_inputs(config, batch, size, seed=seed, dtype=dtype, device=device)
         precision, training = unet_arms.reference_dtype(config), case.workload == "train"
-        prepared = Prepared(
+        prepared = base.Prepared(
             model=model.eval(),
             inputs=inputs,
-            compile_regions=upstream_regions(case, unet_arms.compile_blocks),
+            compile_regions=base.upstream_regions(case, unet_arms.compile_blocks),
             reference=lambda: unet_arms.reference_output(config, weights, inputs, precision),
             reference_dtype=str(precision).removeprefix("torch."),
             bytes=unet_arms.bytes_moved(config, batch, size, dtype.itemsize),
@@ -232,10 +212,9 @@ class PipelineLoop(nn.Module):
 
 
 def prepare_run(
-    case: Case, model: nn.Module, config: UNetConfig, weights: SeededWeights, steps: int, size: int,
+    case: Case, model: nn.Module, config: UNetConfig, weights: base.SeededWeights, steps: int, size: int,
     preparation: Mapping[str, float],
-) -> Prepared:  # fmt: skip
-    """Build the run around a model."""
+) -> base.Prepared:  # fmt: skip
     device, dtype = weights.device, weights.dtype
     text = (1, unet_arms.TOKENS, config.cross_attention_dim)
     shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": text, "negative_prompt_embeds": text}
@@ -243,7 +222,8 @@ def prepare_run(
     if config.addition_embed_type is not None:
         width, _ = unet_arms.added_conditions(config, 1, size, device)
         shapes |= {"pooled_prompt_embeds": (1, width), "negative_pooled_prompt_embeds": (1, width)}
-    inputs = {name: draw(shape, name, seed=weights.seed, dtype=dtype, device=device) for name, shape in shapes.items()}
+    how: dict[str, Any] = {"seed": weights.seed, "dtype": dtype, "device": device}
+    inputs = {name: base.draw(shape, name, **how) for name, shape in shapes.items()}
     kind = ZooLoop if isinstance(model, UNet) and case.input.startswith("loop-") else PipelineLoop
     # The loop declares the regions of its model, so that every strategy finds them.
     loop: Any = type(kind.__name__, (kind,), {"regions": getattr(type(model), "regions", ())})(model, steps, size)
@@ -260,13 +240,13 @@ def prepare_run(
     def reference() -> Tensor:
         theirs = unet_arms.reference_model(config, weights, precision)
         with unet_arms.in_full_float32():
-            found: Tensor = PipelineLoop(theirs, steps, size)(**converted(inputs, case.device, precision))
+            found: Tensor = PipelineLoop(theirs, steps, size)(**base.converted(inputs, case.device, precision))
         return found
 
-    return Prepared(
+    return base.Prepared(
         model=loop.eval(),
         inputs=inputs,
-        compile_regions=upstream_regions(case, compile_blocks),
+        compile_regions=base.upstream_regions(case, compile_blocks),
         compile_full=compile_full,
         capture=loop.capture,
         reference=reference,
@@ -283,7 +263,6 @@ def prepare_run(
 
 
 def run_bytes(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that a run moves through device memory, as :data:`RUN_BYTES_FORMULA` says."""
     weights, values = unet_arms.text_projections(config)
     known = (weights + ROWS * values) * itemsize
     return steps * unet_arms.bytes_moved(config, ROWS, size, itemsize) - (steps - 1) * known
@@ -314,7 +293,9 @@ class NoiseLoss:
         return F.mse_loss(predicted.to(noise.dtype), noise)
 
 
-def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype) -> Training:
+def training_of(
+    config: UNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype
+) -> base.Training:
     """The loss of noise in latents that are drawn anew in each step."""
 
     def draw(index: int) -> dict[str, Tensor]:
@@ -335,19 +316,19 @@ def training_of(config: UNetConfig, batch: int, size: int, *, seed: int, device:
             drawn["text_embeds"] = normal(batch, pooled)
         return drawn
 
-    return Training(
+    return base.Training(
         loss=NoiseLoss(device),
         batch=draw,
         learning_rate=_RATE_TIMES_WIDTH / config.block_out_channels[0],
-        autocast=autocast_of(dtype),
+        autocast=base.autocast_of(dtype),
     )
 
 
 def _for_training(
-    case: Case, prepared: Prepared, config: UNetConfig, weights: SeededWeights, batch: int, size: int
-) -> Prepared:
-    itemsize, parameters = dtype_of(case).itemsize, unet_arms.parameters(config)
-    training = training_of(config, batch, size, seed=weights.seed, device=case.device, dtype=dtype_of(case))
+    case: Case, prepared: base.Prepared, config: UNetConfig, weights: base.SeededWeights, batch: int, size: int
+) -> base.Prepared:
+    itemsize, parameters = base.dtype_of(case).itemsize, unet_arms.parameters(config)
+    training = training_of(config, batch, size, seed=weights.seed, device=case.device, dtype=base.dtype_of(case))
     precision = unet_arms.reference_dtype(config, _COPIES)
 
     def reference() -> Tensor:
@@ -362,7 +343,7 @@ def _for_training(
         reference=reference,
         reference_dtype=str(precision).removeprefix("torch."),
         bytes=3 * unet_arms.bytes_moved(config, batch, size, itemsize) - given * itemsize + 32 * parameters,
-        bytes_formula=TRAINING_BYTES_FORMULA,
+        bytes_formula=base.TRAINING_BYTES_FORMULA,
         data="generated, squares and noise",
         count=batch,
         unit="images",

@@ -5,6 +5,7 @@ Legend: B rows, C channels, H × W pixels of a level, L tokens of the text, D it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -52,7 +53,6 @@ class Weights(SeededWeights):
 
 
 def skeleton(config: UNetConfig) -> Any:
-    """``UNet2DConditionModel`` in eval mode on the meta device."""
     from diffusers import UNet2DConditionModel
 
     with torch.device("meta"):
@@ -80,7 +80,6 @@ def compile_blocks(model: Any, **options: Any) -> None:
 
 
 def reference_model(config: UNetConfig, weights: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
-    """The library's model with these weights in another precision."""
     model = skeleton(config)
     model.load_state_dict({name: weights[name].to(dtype) for name in weights}, strict=True, assign=True)
     return model.requires_grad_(False)
@@ -148,12 +147,10 @@ def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.de
 # --- what a UNet must move and hold ---
 
 
-def parameters(config: UNetConfig) -> int:
-    return parameters_of(UNet, config)
+parameters = functools.partial(parameters_of, UNet)
 
 
 def model_sizes(config: UNetConfig) -> dict[str, int]:
-    """What a reader needs to know of text and model."""
     return {"tokens": TOKENS, "parameters": parameters(config)}
 
 
@@ -169,7 +166,6 @@ def flops(config: UNetConfig, batch: int, size: int, *, training: bool = False) 
 
 
 def bytes_moved(config: UNetConfig, batch: int, size: int, itemsize: int) -> int:
-    """Fewest bytes that one call of the model moves through device memory, as :data:`BYTES_FORMULA` says."""
     return (batch * sum(calls(config, size)) + parameters(config)) * itemsize
 
 

@@ -35,19 +35,18 @@ def command(
     if not paths and (update_blocks or check_blocks):
         paths = [root for root in (ROOT / "README.md", ROOT / "docs") if root.exists()]
     try:
+        if not (update_blocks or check_blocks):
+            return _show(paths)
+        # A clone without committed rows still has tables: they say that nothing was measured.
+        rows = load(results) if results.exists() else Rows([], {})
         if update_blocks:
-            # A clone without committed rows still has tables: they say that nothing was measured.
-            for file in update(paths, load(results) if results.exists() else Rows([], {})):
+            for file in update(paths, rows):
                 print(f"updated {file}")
-            return 0
-        if check_blocks:
-            found = drift(paths, load(results) if results.exists() else Rows([], {}))
-            if found:
-                print(found)
-                again = " ".join(map(str, paths))
-                print(f"Tables differ from the rows; run python -m benchmarks.report --update {again}")
-            return 1 if found else 0
-        return _show(paths)
+        elif found := drift(paths, rows):
+            again = " ".join(map(str, paths))
+            print(f"{found}\nTables differ from the rows; run python -m benchmarks.report --update {again}")
+            return 1
+        return 0
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
 
@@ -63,9 +62,5 @@ def _show(paths: list[Path]) -> int:
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_command(command, "python -m benchmarks.report", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(command, "python -m benchmarks.report"))

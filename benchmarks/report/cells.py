@@ -14,7 +14,7 @@ NOTHING = "–"
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
 EMPTY = ("", NOTHING, f"{NOTHING} → {NOTHING}", "not measured")
-OUTCOMES = ("faster", "slower", "undetermined", "reference")
+OUTCOMES = ("faster", "slower", "undetermined", "reference", "fails")
 
 
 # Numbers: three significant digits, and more only where they decide --------------------------------------------------
@@ -57,7 +57,6 @@ def percent(fraction: float | None) -> str:
 
 
 def exponent(value: float | None) -> str:
-    """An error: ``2.1e-07``."""
     return NOTHING if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
@@ -81,12 +80,10 @@ def calls(number: float | None) -> str:
 
 
 def count(number: int | None) -> str:
-    """A whole number in full: ``10,556``."""
     return NOTHING if number is None else f"{number:,}"
 
 
 def race_count(number: int) -> str:
-    """``1 race``, ``20 races``."""
     return f"{number} race{'s' * (number != 1)}"
 
 
@@ -105,10 +102,7 @@ def speedup_and_verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm 
 
 
 def outcome(cell: str) -> str:
-    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none.
-
-    It is what a cell is coloured by: ``0.791× [0.790, 0.792] slower (upstream-tuned full + CUDA graph)`` is a loss.
-    """
+    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none."""
     return next((word for word in cell.split() if word in OUTCOMES), "")
 
 
@@ -128,7 +122,6 @@ def kernels(arm: MeasuredArm) -> str:
 
 
 def memory(arm: MeasuredArm) -> str:
-    """Peak of allocated memory, MiB."""
     return mebibytes(arm.result.memory.allocated if arm.result.memory else None)
 
 
@@ -137,13 +130,11 @@ def error(arm: MeasuredArm) -> str:
 
 
 def break_even(race: MeasuredRace, arm: MeasuredArm) -> str:
-    """Break-even calls cold and warm: ``1,234 / 567``, or one word if both agree."""
     cold, warm = (calls(race.break_even(arm, compile)) for compile in (arm.result.cold, arm.warm))
     return cold if cold == warm else f"{cold} / {warm}"
 
 
 def times_floor(arm: MeasuredArm) -> str:
-    """The call's time over the roofline floor."""
     use = arm.utilisation
     return NOTHING if use is None or use.times_floor is None else f"{significant(use.times_floor)}×"
 
@@ -157,13 +148,11 @@ def utilisation(arm: MeasuredArm) -> str:
 
 
 def shortened(reason: str) -> str:
-    """A reason on one line; rows keep it in full."""
     reason = " ".join(reason.split())
     return reason if len(reason) <= MOST_REASON else reason[: MOST_REASON - 4].rstrip() + " ..."
 
 
 def failure(result: Result) -> str:
-    """One line: ``zoo hierarchical: crashed: signal 11``."""
     return f"{result.case.arm}: {result.status}: {shortened(result.reason or '')}"
 
 
@@ -179,7 +168,6 @@ def subject(race: MeasuredRace) -> str:
 
 
 def throughput(arm: MeasuredArm) -> str:
-    """How many a second, in short: ``25.3k``."""
     return calls(arm.throughput)
 
 

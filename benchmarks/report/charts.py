@@ -84,10 +84,7 @@ def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) 
 
 
 def break_even(race: MeasuredRace) -> str | None:
-    """Seconds in all over the number of calls, from cold caches; None where nothing was compiled.
-
-    Two lines cross where the faster arm has paid back what it cost more.
-    """
+    """Seconds in all over the number of calls, from cold caches; None where nothing was compiled."""
     arms = [arm for arm in _compared(race) if arm.paid("cold") is not None]
     paid = {arm: arm.paid("cold") or 0.0 for arm in arms}
     if not any(paid.values()):
@@ -144,8 +141,6 @@ def points(first: Mapping[str, MeasuredRace | None]) -> dict[str, Points]:
 
 
 def _picture(models: Mapping[str, Points], description: str) -> str:
-    """A point for each arm, lines that join those of one model."""
-
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         for name, points in models.items():
@@ -195,7 +190,6 @@ def _line(arm: MeasuredArm) -> dict[str, Any]:
 
 
 def _logarithmic(axes: Any, which: str) -> None:
-    """A logarithmic axis with plain numbers at its ticks."""
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     axis = axes.xaxis if which == "x" else axes.yaxis

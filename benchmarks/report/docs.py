@@ -75,10 +75,7 @@ class Spec:
 
 
 def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[Spec], str]) -> str:
-    """The text with every block made anew.
-
-    ValueError naming the line, on a marker without its end or one that cannot be made.
-    """
+    """The text with every block made anew."""
     lines = text.split("\n")
     made: list[str] = []
     fence: str | None = None
@@ -121,15 +118,12 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 
 
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.md`` below the folders.
-
-    FileNotFoundError on a path that is not there, or a folder without Markdown, of which nothing could be said.
-    """
+    """The files themselves, and every ``*.md`` below the folders, with the picture where a folder holds it."""
     files = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist; give Markdown files or folders")
-        found = sorted(path.rglob("*.md")) if path.is_dir() else [path]
+        found = [*sorted(path.rglob("*.md")), *path.glob(PICTURE)] if path.is_dir() else [path]
         if not found:
             raise FileNotFoundError(f"{path} holds no Markdown; give *.md files, or folders of them such as docs")
         files += found
@@ -140,10 +134,7 @@ def markdown_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
-    """The text of a Markdown file or the picture, as it is and as it follows from the rows.
-
-    ValueError naming file and line, if a block cannot be made.
-    """
+    """The text of a Markdown file or the picture, as it is and as it follows from the rows."""
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
         return text, charts.picture(_first_races({}, rows), text)
@@ -153,15 +144,9 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
         raise ValueError(f"{file}: {error}") from error
 
 
-def generated_files(paths: list[Path]) -> list[Path]:
-    """Markdown files, and the picture where a folder holds it."""
-    pictures = [path / PICTURE for path in paths if (path / PICTURE).exists()]
-    return [*markdown_files(paths), *pictures]
-
-
 def update(paths: list[Path], rows: Rows) -> list[Path]:
     """Rewrite the generated blocks and the picture in files and folders; return the files that changed."""
-    made = [(file, *regenerated(file, rows)) for file in generated_files(paths)]  # all or none
+    made = [(file, *regenerated(file, rows)) for file in markdown_files(paths)]  # all or none
     changed = [(file, after) for file, before, after in made if before != after]
     for file, after in changed:
         file.write_text(after, encoding="utf-8")
@@ -171,7 +156,7 @@ def update(paths: list[Path], rows: Rows) -> list[Path]:
 def drift(paths: list[Path], rows: Rows) -> str:
     """A diff of what is generated and differs from the rows; empty if nothing does."""
     parts: list[str] = []
-    for file in generated_files(paths):
+    for file in markdown_files(paths):
         before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
         parts += difflib.unified_diff(before, after, str(file), f"{file} from the rows")
     return "".join(parts)
@@ -238,7 +223,6 @@ def _select(spec: Spec, shown: Sequence[MeasuredRace], *, ignore: tuple[str, ...
 
 
 def _single(spec: Spec, rows: Rows, *needs: str) -> MeasuredRace | None:
-    """The one race that the options name, or None; ValueError if one that it needs is missing."""
     if not {"model", "input", *needs} <= spec.options.keys():
         arm = ' arm="zoo regional"' if needs else ""
         raise ValueError(f"{spec.kind} is of one {'arm' if needs else 'race'}; give model=... input=...{arm}")
@@ -266,7 +250,6 @@ def _nothing(spec: Spec, command: str = "benchmarks.run") -> str:
 
 
 def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
-    """The machine of a table and the commands that measure it again, which stand below it."""
     commands = commands or "\n".join(commands_of(shown))
     if not commands:
         return f"{machines(shown)}. The rows name no command that measures them again."
@@ -312,13 +295,11 @@ def _headline(spec: Spec, rows: Rows) -> str:
 
 
 def _race(race: MeasuredRace) -> str:
-    """All arms of a race, fastest first: how fast, and below what it costs; last those that failed, with reasons."""
     parts = [tables.markdown(*tables.speeds(race)), tables.markdown(*tables.costs(race))] if race.arms else []
     return "\n\n".join(filter(None, [*parts, _failures(race.failures)]))
 
 
 def _compile(race: MeasuredRace) -> str:
-    """What compiling cost each arm that compiles: start-up, compile, capture and first result, cold and warm."""
     head, rows = tables.compiles(race)
     failed = [result for result in race.failures if result.case.strategy != "eager"]
     parts = [tables.markdown(head, rows) if rows else "No arm that compiles ran.", _failures(failed)]

@@ -25,18 +25,8 @@ EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 def is_shipped(case: Case) -> bool:
     """Whether the arm is the upstream library as its users would run it today."""
-    return (
-        case.impl == "upstream"
-        and (case.strategy, case.mode) in AS_SHIPPED
-        and not case.cuda_graph
-        and not case.dynamic
-        and not case.control
-    )
-
-
-def is_tuned(case: Case) -> bool:
-    """Whether the arm is the upstream library at its documented best, or with our outer CUDA graph around it."""
-    return case.impl.startswith("upstream") and not is_shipped(case) and not case.control
+    changed = case.cuda_graph or case.dynamic
+    return case.impl == "upstream" and (case.strategy, case.mode) in AS_SHIPPED and not changed
 
 
 def machine_name(environment: Mapping[str, Any], device: str) -> str:
@@ -68,7 +58,6 @@ class MeasuredArm:
 
     @property
     def wrong(self) -> bool:
-        """Whether its output is farther from the reference than rounding explains."""
         check = self.result.check
         if check is None or check.error is None or self.rounding is None:
             return False
@@ -83,7 +72,6 @@ class MeasuredArm:
 
     @property
     def cold_seconds(self) -> float | None:
-        """Seconds of cold compilation."""
         return None if self.result.cold is None else self.result.cold.seconds
 
     @property
@@ -96,21 +84,16 @@ class MeasuredArm:
 
     @property
     def throughput(self) -> float | None:
-        """How many of the race's ``unit`` a second."""
         work = self.result.work
         return work.count / self.p50 * 1e3 if work is not None and work.count and self.p50 else None
 
     @property
     def host_ms(self) -> float | None:
-        """How long a call keeps the host busy; None where that was not measured."""
         return None if self.result.steady is None else self.result.steady.host_ms
 
     @property
     def idle(self) -> float | None:
-        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none.
-
-        None where times of the device or of its kernels are missing, or the host's time beside them.
-        """
+        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none."""
         steady, work = self.result.steady, self.result.work
         busy = None if work is None else work.kernel_microseconds
         if self.host_ms is None or steady is None or not steady.device_ms or busy is None:
@@ -146,7 +129,6 @@ class MeasuredRace:
 
     @property
     def machine(self) -> str:
-        """The environment in words."""
         return machine_name(self.environment, self.case.device)
 
     @property
@@ -157,12 +139,9 @@ class MeasuredRace:
 
     def find(self, *, impl: str, strategy: str, cuda_graph: bool = False, mode: str = "default") -> MeasuredArm | None:
         """The arm of exactly these options that is not dynamic and has its kernels, or None."""
-        wanted = (impl, strategy, cuda_graph, mode, False)
-        for arm in self.arms:
-            case = arm.result.case
-            if (case.impl, case.strategy, case.cuda_graph, case.mode, case.dynamic) == wanted and case.kernels:
-                return arm
-        return None
+        plain = replace(self.case, dynamic=False, control=False, kernels=True)
+        wanted = replace(plain, impl=impl, strategy=strategy, cuda_graph=cuda_graph, mode=mode)
+        return next((arm for arm in self.arms if arm.result.case == wanted), None)
 
     @property
     def reference(self) -> MeasuredArm | None:
@@ -170,7 +149,6 @@ class MeasuredRace:
         return self._eager("upstream", "zoo")
 
     def _eager(self, *impls: str) -> MeasuredArm | None:
-        """The eager arm of the first of these implementations whose ran."""
         arms = (self.find(impl=impl, strategy="eager") for impl in impls)
         return next((arm for arm in arms if arm is not None and arm.p50 is not None), None)
 
@@ -186,8 +164,9 @@ class MeasuredRace:
 
     @property
     def best_tuned(self) -> MeasuredArm | None:
-        """The fastest tuned upstream arm whose output is right."""
-        return _right(arm for arm in self.arms if is_tuned(arm.result.case))
+        """The fastest upstream arm at its documented best, or under our outer CUDA graph, whose output is right."""
+        cases = ((arm, arm.result.case) for arm in self.arms)
+        return _right(arm for arm, case in cases if case.impl.startswith("upstream") and not is_shipped(case))
 
     @property
     def best(self) -> MeasuredArm | None:
@@ -201,23 +180,12 @@ class MeasuredRace:
         return _ratio(over.result, arm.result, self.clock)
 
     def samples(self, arm: MeasuredArm) -> list[float]:
-        """Milliseconds a call, one sample a round."""
         return _samples(arm.result, self.clock)
 
     def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:
         """What the interval and the noise floor say about that speed-up."""
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
-
-    def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
-        """Whether calls of ``arm`` make up for what it costs more than ``over``: it is faster, by its median as well.
-
-        Where rounds differ a lot, who is faster in most of them may have the greater median.
-        """
-        if self.verdict(arm, over) != "faster":
-            return False
-        assert arm.p50 is not None and over.p50 is not None  # or there would be no verdict
-        return arm.p50 < over.p50
 
     def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
         """Calls until compile and capture seconds are paid back by being faster than its own eager, or upstream's.
@@ -250,15 +218,12 @@ class MeasuredRace:
                 found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
         return min(found, default=0.0)
 
-    def before(self, arm: MeasuredArm) -> float | None:
-        """Seconds before the first steady call in a new process with empty caches: start-up, compilation, capture."""
-        paid = arm.paid("cold")
-        return paid if paid is None or arm.is_eager else paid + self.start_up
-
     def total(self, arm: MeasuredArm, calls: int) -> float | None:
-        """Seconds from such a process, imports and model set-up apart, to the last of so many results."""
-        first = self.before(arm)
-        return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
+        """Seconds from a new process with empty caches, imports and set-up apart, to the last of so many results."""
+        paid = arm.paid("cold")
+        if paid is None or arm.p50 is None:
+            return None
+        return paid + (0.0 if arm.is_eager else self.start_up) + calls * arm.p50 / 1e3
 
 
 def _right(arms: Iterable[MeasuredArm | None]) -> MeasuredArm | None:
@@ -278,10 +243,10 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     theirs = dict(zip(reference.steady.rounds, first, strict=True))
     ours = dict(zip(arm.steady.rounds, second, strict=True))
     # Where memory does not hold all arms side by side they race in groups, of which each holds one of them again.
-    common = tuple(sorted(theirs.keys() & ours.keys()))
+    common = sorted(theirs.keys() & ours.keys())
     all_of_one = len(theirs) == len(first) and len(ours) == len(second) and len(common) in (len(theirs), len(ours))
     if reference.environment == arm.environment and all_of_one:
-        return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common), common, common)
+        return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common))
     return _unpaired(tuple(first), tuple(second))
 
 
@@ -411,10 +376,7 @@ def torch_version(race: MeasuredRace) -> tuple[int, ...]:
 
 
 def machines(shown: Iterable[MeasuredRace]) -> str:
-    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine.
-
-    ``NVIDIA H200, torch 2.11.0+cu130, driver 580.65, triton 3.6.0, commits 0123456789, 123456789a``; empty of no races.
-    """
+    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for race in shown:
         environment = race.environment

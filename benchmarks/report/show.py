@@ -15,7 +15,7 @@ from rich.text import Text
 from benchmarks import stats
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import cells, charts, tables
-from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
+from benchmarks.report.model import MeasuredRace, by_family, commands_of, machines, races, titles
 from zoo.advise import UNUSABLE, gain, unusable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ MOST_OPEN = 3  # races whose details are open from the start
 MOST_DRAWN = 24  # races that have charts of their own; with more, families are folded and their charts the overview
 SHORT_HEAD = 10
 NAME_WIDTH = 20  # of the first column in the terminal; longer names wrap
-STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim"}
+STYLES = {"faster": "green", "slower": "red", "undetermined": "yellow", "reference": "dim", "fails": "red"}
 MOST_NAMES = 3
 
 # The terminal. What does not fit side by side stands below ------------------------------------------------------------
@@ -32,10 +32,7 @@ MOST_NAMES = 3
 def render(
     results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each.
-
-    Tables that are wider than the console, by default standard output, are stacked.
-    """
+    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each."""
     console = console or Console()
     shown = [race for chosen in by_family(races(results, environments)).values() for race in chosen]
     if not shown:
@@ -101,7 +98,6 @@ def folder_of_reports(rows: Path) -> Path:
 
 
 def write_html(rows: Rows, target: Path) -> Path:
-    """Write the HTML report of these rows; its path."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(report(rows.results, rows.environments), encoding="utf-8")
     return target
@@ -144,6 +140,12 @@ def _family(name: str, chosen: Sequence[MeasuredRace], *, few: bool) -> dict[str
 
 def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
     chart = charts.break_even(race) if draw else None
+    # Which no other figure counts.
+    prepared = [
+        f"{arm.name}: {what}, {cells.significant(seconds)} s"
+        for arm in race.arms
+        for what, seconds in arm.result.preparation.items()
+    ]
     named_tables = {
         "Arms, fastest first": tables.speeds(race),
         "What that speed costs": tables.costs(race),
@@ -157,25 +159,18 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
         "lead": lead(race),
         "chart": charts.as_address(chart) if chart else None,
         "tables": {name: table for name, table in named_tables.items() if race.arms and table[1]},
-        "notes": [*cells.notes(race), *_prepared(race)],
+        "notes": [*cells.notes(race), *([f"Prepared once: {'; '.join(prepared)}."] if prepared else [])],
         "troubles": [line for arm in race.arms for line in cells.troubles(arm)],
         "failures": [(result.case.arm, result.status, result.reason or "") for result in race.failures],
         "commands": commands_of([race]),
     }
 
 
-def _prepared(race: MeasuredRace) -> list[str]:
-    """What arms prepare once, which no other figure counts."""
-    parts = [(arm, what, s) for arm in race.arms for what, s in arm.result.preparation.items()]
-    said = [f"{arm.name}: {what}, {cells.significant(seconds)} s" for arm, what, seconds in parts]
-    return [f"Prepared once: {'; '.join(said)}."] if said else []
-
-
 # Which arm of a race to run, and what was gained ----------------------------------------------------------------------
 
 
 def lead(race: MeasuredRace) -> str:
-    """What to use, in plain words; losses are said as plainly as wins."""
+    """Which arm to run, in plain words; the tables say how it compares."""
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
     if not timed:
         return "No arm has a steady time and a correct output, so no advice is possible."
@@ -186,13 +181,9 @@ def lead(race: MeasuredRace) -> str:
     ratios = [race.speedup(arm, fastest) for arm in others]
     if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
         return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
-    said = [f"{fastest.name} is the fastest, {milliseconds}{_against_upstream(race, fastest)}."]
+    said = [f"{fastest.name} is the fastest, {milliseconds}."]
     if fastest.paid("cold") is None:
         said.append("Compile times were not measured here.")
-    elif found := _steps(race, timed):
-        later = [f"from {cells.calls(calls)} calls on {arm.name}" for calls, arm in found[1:]]
-        in_turn = ", ".join([f"{found[0][1].name} finishes first", *later])
-        said.append(f"In a new process with empty caches {in_turn}.")
     if alike := [arm.name for arm in others if race.verdict(arm, fastest) == "undetermined"]:
         more = f" and {len(alike) - MOST_NAMES} more" if len(alike) > MOST_NAMES else ""
         said.append(f"No measurable difference to {fastest.name}: {', '.join(alike[:MOST_NAMES])}{more}.")
@@ -214,49 +205,3 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
         told = gain(ours.cold_seconds, ours.p50, times, f"{best.name} ({compiled}{cells.significant(best.p50)} ms)")
         lines[race] = f"{subject}: {ours.name} {told}."
     return lines
-
-
-def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
-    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches.
-
-    The first is the one that has its first result soonest; every further one is measurably faster a call and has paid
-    back what it costs more. Arms without a time or compile figures are left out.
-    """
-    paid = {arm: seconds for arm in arms if (seconds := race.before(arm)) is not None}
-    p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
-    if not p50:
-        return []
-    chosen = [(1, min(p50, key=lambda arm: paid[arm] * 1e3 + p50[arm]))]
-    while True:
-        now = chosen[-1][1]
-        ahead = [
-            (stats.break_even_calls(paid[arm] - paid[now], p50[now], p50[arm]), p50[arm], index)
-            for index, arm in enumerate(p50)
-            if paid[arm] > paid[now] and race.overtakes(arm, now)
-        ]
-        if not ahead:
-            return chosen
-        calls, _, index = min(ahead)
-        chosen.append((int(calls), list(p50)[index]))
-
-
-def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
-    """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
-    if race.case.family not in UPSTREAM:
-        return ""  # a model of nobody's library: there is no upstream to hold it against
-    library = UPSTREAM[race.case.family]
-    if arm.result.case.impl != "zoo":
-        return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""
-    whose = library + ("'" if library.endswith("s") else "'s")
-    bests = [(race.best_shipped, "as shipped"), (race.best_tuned, "tuned")]
-    said = [f"{_compared(race, arm, best)} {whose} best {how}" for best, how in bests if best is not None]
-    return f", which is {' and '.join(said)}" if said else f"; no arm of {library} ran, so there is no comparison"
-
-
-def _compared(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> str:
-    ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
-    if ratio is None or verdict == "undetermined":
-        return "with no measurable difference to"
-    if verdict == "faster":
-        return f"{cells.times(ratio.value)} faster than"
-    return f"{cells.times(ratio.inverse.value)} slower than"

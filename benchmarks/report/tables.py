@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -55,7 +56,6 @@ def _of_arms(arms: Iterable[MeasuredArm], columns: Mapping[str, Column]) -> Tabl
 
 
 def speeds(race: MeasuredRace) -> Table:
-    """How fast the arms are and against what, fastest first."""
     columns: dict[str, Column] = {
         "p50 ms": lambda arm: significant(arm.p50),
         "p95 ms": lambda arm: significant(arm.p95),
@@ -76,7 +76,6 @@ def speeds(race: MeasuredRace) -> Table:
 
 
 def costs(race: MeasuredRace) -> Table:
-    """What that speed costs."""
     return _of_arms(
         race.arms,
         {
@@ -116,21 +115,14 @@ def compiles(race: MeasuredRace) -> Table:
 
 
 def separates_kernels(race: MeasuredRace) -> bool:
-    """Whether the zoo was raced without its own kernels too, so that their share of a win is known."""
     return any(not result.case.kernels for result in (*(arm.result for arm in race.arms), *race.failures))
 
 
 def decomposition(race: MeasuredRace) -> Table:
-    """A win taken apart step by step; a step that failed or was not run says so.
-
-    Own kernels are a step where the zoo was raced without them; elsewhere all steps of ours hold them.
-    """
+    """A win taken apart step by step; a step that failed or was not run says so."""
     apart = separates_kernels(race)
     shared: dict[str, Any] = dict(zip(SELECTING, race.case.race, strict=False))
-
-    def step(**options: Any) -> Case:
-        return Case(**shared, **options)
-
+    step = functools.partial(Case, **shared)
     by = "torch's operators" if apart else "own kernels"
     steps = {
         "upstream eager": step(impl="upstream", strategy="eager"),
@@ -174,7 +166,6 @@ def losses(race: MeasuredRace) -> Table | None:
 
 
 def kernels(work: Work) -> Table:
-    """The kernels of a profiled call, longest first."""
     total = work.kernel_microseconds or 0.0
 
     def row(name: str, kernel: Kernel) -> list[str]:
@@ -190,10 +181,7 @@ def kernels(work: Work) -> Table:
 
 
 def worst_row(shown: Sequence[MeasuredRace]) -> tuple[MeasuredRace, MeasuredArm, Ratio] | None:
-    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped.
-
-    One whose output is wrong is worse than any slow one.
-    """
+    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped."""
     found = []
     for race in shown:
         for arm in race.arms:
