@@ -235,8 +235,9 @@ class _CsrSum(torch.autograd.Function):
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The features are needed for the gradient of weights alone.
-        x_kept = x if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(x_kept, scale, t_weight, tables[1], destination, *tables[4:])
+        ctx.save_for_backward(
+            x if ctx.needs_input_grad[1] else None, scale, t_weight, tables[1], destination, *tables[4:]
+        )
         return kernels.csr.csr_sum(x, rows_from(tables[:4], sizes[0]), weight, None, scale, bias, own, channels)
 
     @staticmethod
@@ -250,42 +251,16 @@ class _CsrSum(torch.autograd.Function):
             width = ctx.width // 2 if ctx.own == "add" else ctx.width
             grad_x = kernels.csr.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
         if ctx.needs_input_grad[1]:
-            grad_weight = kernels.csr.edge_dot(x, grad, source, destination, channels, ctx.weight_dtype)
+            products = x[:, :channels].index_select(0, source) * grad[:, :channels].index_select(0, destination)
+            grad_weight = products.sum(1, dtype=accumulation_dtype(x.dtype)).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad[:, :channels].sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, *(None,) * 14
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
-    """Greatest value over incoming edges, zero where there are none: x [S, C] -> [D, C]. Raises as ``sum_neighbours``.
-
-    Ties share the gradient as in torch's ``scatter_reduce``: a maximum of zero counts once more, for the zeros that it
-    starts from.
-    """
-    if kernels_run(x):
-        if differentiated(x):
-            rows, columns = rows_of(graph), columns_of(graph)
-            return _CsrMax.apply(x, (rows.chunk_size, columns.chunk_size), *rows[:4], *columns[:4])
-        return kernels.csr.csr_max(x, rows_of(graph), False)[0]
+    """Greatest value over incoming edges by torch's operators, zero where there are none: x [S, C] -> [D, C]."""
     return edge_max(x.index_select(0, graph.source), graph)
-
-
-class _CsrMax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, int], *tables: Any) -> Tensor:
-        values, ties = kernels.csr.csr_max(x, rows_from(tables[:4], sizes[0]), True)
-        ctx.size = sizes[1]
-        ctx.save_for_backward(x, values, ties, *tables[4:])
-        return values
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, ties, *tables = ctx.saved_tensors
-        # Nodes without neighbours have no ties, and nobody asks for their shares.
-        shares = (grad / ties).to(grad.dtype)
-        kept = {"maxima": values.contiguous(), "own_values": x.contiguous()}
-        return kernels.csr.csr_sum(shares, rows_from(tables, ctx.size), **kept), *(None,) * 9
 
 
 # Places of a node that the kernel draws, which holds them in registers.
