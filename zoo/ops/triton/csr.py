@@ -1,11 +1,9 @@
 """Sums over compressed sparse rows with their gradients, and draws without replacement.
 
-A program reduces ``ROWS`` rows, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Sums are in
-float32, an edge slot each, and the slots are added at the end. There are no atomics: the same bits at every run. Long
+A program sums ``ROWS`` rows in float32, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Long
 rows are cut into chunks (see zoo/ops/csr.py): the first programs of a launch leave partial results of chunks, the
-others skip long rows, and a second kernel merges the chunks of each long row in order.
-
-Offsets are 64 bits wide; indices are int32 or int64.
+others skip long rows, and a second kernel merges the chunks of each long row in order. There are no atomics: the same
+bits at every run. Offsets are 64 bits wide; indices are int32 or int64.
 
 Shape legend: R rows, S gathered nodes, E edges, X chunks, L long rows, H heads, C channels.
 """
@@ -117,9 +115,8 @@ def merge_grid(long_rows: Tensor, channels: int, tile: dict[str, int]) -> tuple[
 
 @triton.jit
 def _finish(
-    result, row, whole, column, row_scale, bias, x, own_rows, out,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    OUT_COLUMN: tl.constexpr,
+    result, row, whole, column, row_scale, bias, x, own_rows, out, CHANNELS: tl.constexpr, READABLE: tl.constexpr,
+    STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
     mask = whole[:, None] & (column < CHANNELS)[None, :]
@@ -140,10 +137,9 @@ def _finish(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size", "own_rows"])
 def _csr_sum(
-    x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial,
-    rows, num_chunks, chunk_size, own_rows,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial, rows, num_chunks, chunk_size,
+    own_rows, CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -226,9 +222,8 @@ def csr_sum(
     blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
     partial = partial_of(rows, x, channels)
     _csr_sum[grid_of(rows, channels, blocks)](
-        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial,
-        *rows.limits, x.shape[0],
-        CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
+        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial, *rows.limits,
+        x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
         OUT_COLUMN=out_column, **blocks,
     )  # fmt: skip
     if partial is not None:
@@ -248,9 +243,8 @@ def merge_sums(
     channels, tile = partial.shape[1], merge_tile(partial.shape[1])
     own_rows, stride = (0, 0) if x is None else x.shape
     _merge_sums[merge_grid(rows.long_rows, channels, tile)](
-        partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows,
-        CHANNELS=channels, READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
-        **tile,
+        partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows, CHANNELS=channels,
+        READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **tile,
     )  # fmt: skip
 
 
@@ -259,9 +253,7 @@ _HELD = 2 * MOST_AT_ONCE
 
 
 @kernel(do_not_specialize=["nodes"])
-def _distinct(
-    degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr
-):  # fmt: skip
+def _distinct(degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr):
     node = tl.program_id(0).to(tl.int64) * NODES + tl.arange(0, NODES)
     inside = node < nodes
     column = tl.arange(0, COLUMNS)

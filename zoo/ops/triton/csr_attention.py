@@ -4,9 +4,8 @@ Features and scores of a node lie in one row of a table, so that an edge gathers
 only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it costs the gradients digits
 where scores are large: at scores of 100 they have four or five.
 
-The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
-for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value for each edge
-and head, summed by rows, and once more by sources.
+The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient.
+The rest of the softmax's backward is a value for each edge and head, summed by rows, and once more by sources.
 
 A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
 
@@ -294,10 +293,7 @@ def _softmax_backward(
 
 
 def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
-    """Edges of a step, heads of a program, channels held and those of the tail, and warps of a launch.
-
-    Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size.
-    """
+    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
@@ -322,8 +318,8 @@ def gat(
     if number and width:
         partial, stats = csr.partial_of(rows, table, heads * channels), csr.partial_of(rows, table, heads, 2)
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
-            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
-            *rows.limits, slope, dropout, _keep_scale(dropout),
+            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats, *rows.limits,
+            slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0,
             HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
@@ -351,9 +347,10 @@ def gat_backward(
     if number:
         _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
-            grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
-            1.0 / heads if average else 1.0, HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1],
-            GRAD_STRIDE=grad.shape[1], GRAD_HEAD_STRIDE=0 if average else channels, **tile,
+            grad_table, moved, partial, *transpose.limits, slope, dropout,
+            1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, 1.0 / heads if average else 1.0, HEADS=heads,
+            CHANNELS=channels, STRIDE=table.shape[1], GRAD_STRIDE=grad.shape[1],
+            GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
             csr.merge_sums(partial, transpose, grad_table)
@@ -372,7 +369,3 @@ def gat_backward(
         csr_sum(moved, by_edge, out=grad_table, out_column=heads * (channels + 1))
         return grad_table, None
     return grad_table, csr_sum(moved, by_edge, out=torch.empty_like(a_destination))
-
-
-def _keep_scale(dropout: float) -> float:
-    return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
