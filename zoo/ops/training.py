@@ -50,12 +50,13 @@ def adamw(
         if skip is not None:
             torch._foreach_sub_(own_counts, [skip] * len(own_counts))
         tensors = [[each for index, each in enumerate(held) if index not in taken] for held in tensors]
-    if tensors[0]:
+    params, grads, averages, squares, greatest, counts = tensors
+    if params:
         fused_adamw(
-            *tensors, fused=True, capturable=group["capturable"], differentiable=group["differentiable"],
-            grad_scale=scale, found_inf=skip, has_complex=has_complex, amsgrad=group["amsgrad"],
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], eps=group["eps"],
-            weight_decay=group["weight_decay"], maximize=group["maximize"],
+            params, grads, averages, squares, greatest, counts, fused=True, capturable=group["capturable"],
+            differentiable=group["differentiable"], grad_scale=scale, found_inf=skip, has_complex=has_complex,
+            amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
         )  # fmt: skip
 
 

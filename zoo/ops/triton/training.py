@@ -30,12 +30,8 @@ UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
 def _one_minus_exp(x):
     """1 - e^x for x <= 0, to float32's last digits: next to zero by its series, where the difference cancels."""
     series = 1.0 + x * (1.0 / 8.0)
-    series = 1.0 + x * (1.0 / 7.0) * series
-    series = 1.0 + x * (1.0 / 6.0) * series
-    series = 1.0 + x * (1.0 / 5.0) * series
-    series = 1.0 + x * (1.0 / 4.0) * series
-    series = 1.0 + x * (1.0 / 3.0) * series
-    series = 1.0 + x * (1.0 / 2.0) * series
+    for power in tl.static_range(7, 1, -1):
+        series = 1.0 + x * (1.0 / power) * series
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
@@ -52,12 +48,10 @@ def _select(index, a, b, c, d, e, f, g, h):
 # One counter that lies elsewhere is no reason to compile another.
 @kernel(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
 def _adamw(
-    param0, param1, param2, param3, param4, param5, param6, param7,
-    grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7,
-    average0, average1, average2, average3, average4, average5, average6, average7,
-    square0, square1, square2, square3, square4, square5, square6, square7,
-    count0, count1, count2, count3, count4, count5, count6, count7,
-    rate, scale, skip, numbers, keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
+    param0, param1, param2, param3, param4, param5, param6, param7, grad0, grad1, grad2, grad3, grad4, grad5, grad6,
+    grad7, average0, average1, average2, average3, average4, average5, average6, average7, square0, square1, square2,
+    square3, square4, square5, square6, square7, count0, count1, count2, count3, count4, count5, count6, count7, rate,
+    scale, skip, numbers, keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
     RATE_ON_DEVICE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One parameter after the other, as memory likes it.
