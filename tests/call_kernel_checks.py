@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from tests import test_kernel
 from tests.kernel_checks import MARKS, kernels_run  # noqa: F401
-from zoo.ops import common, glu
-from zoo.ops.triton import csr, csr_attention, group_norm
+from zoo.ops import common, products
+from zoo.ops.triton import csr, group_norm
 
 pytestmark = MARKS
 # Dropout draws other numbers where no kernel runs: gnn_kernel_checks.py holds it.
@@ -38,12 +38,11 @@ def _dtype(x: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(glu, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(products, "_is_hopper", lambda device: True)
     # Small tiles and few programs, which run one after the other.
     monkeypatch.setattr(group_norm, "ENOUGH", 6)
     monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
-    for module in (csr, csr_attention):
-        monkeypatch.setattr(module, "merge_tile", lambda channels: (32, 8, 1))
+    monkeypatch.setattr(csr, "merge_tile", lambda _: {"CHUNKS": 32, "COLUMNS": 8, "num_warps": 1})
     found: list[list[Tensor]] = []
     for runs in (True, False):
         monkeypatch.setattr(common, "triton_runs_on", lambda device, runs=runs: runs)

@@ -7,27 +7,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_softmax, edge_sum, kept
+from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_softmax, edge_sum, kept
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.gnn import CSRGraph
 from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr
 from zoo.ops.common import next_power
-from zoo.ops.csr import GraphTensors, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import GraphTensors, mean_neighbours, sum_neighbours
 from zoo.ops.triton import csr as csr_kernels
-from zoo.ops.triton import csr_attention
 
 pytestmark = MARKS
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 HALF = [torch.float16, torch.bfloat16]
 
 
+def merge_tile_of(chunks: int, most: int) -> Callable[[int], dict[str, int]]:
+    return lambda channels: {"CHUNKS": chunks, "COLUMNS": min(next_power(channels), most), "num_warps": 1}
+
+
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter reduces number by number, and a tile for a GPU holds thousands of chunks."""
     if DEVICE == "cpu":
-        for module in (csr_attention, csr_kernels):
-            monkeypatch.setattr(module, "merge_tile", lambda channels: (32, min(next_power(channels), 8), 1))
+        monkeypatch.setattr(csr_kernels, "merge_tile", merge_tile_of(32, 8))
 
 
 def make(edge_index: Tensor, sizes: tuple[int, int], weight: Tensor | None = None, **recipe: bool) -> CSRGraph:
@@ -51,9 +53,8 @@ def hub(
     return make(edge_index, (11, destinations), torch.rand(edges) if weight else None, **recipe)
 
 
-def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32, ties: bool = False) -> Tensor:
-    drawn = torch.randn(rows, *shape).mul_(2 if ties else 1)
-    return (drawn.round() if ties else drawn).to(DEVICE, dtype)
+def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(rows, *shape).to(DEVICE, dtype)
 
 
 def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
@@ -98,13 +99,6 @@ def check_mean(graph: CSRGraph, x: Tensor) -> None:
     agree(lambda x: mean_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), x, factor=4)
 
 
-def check_max(graph: CSRGraph, x: Tensor) -> None:
-    tensors = graph.tensors
-    agree(lambda x: max_neighbours(x, tensors), lambda x: edge_max(x, *exact(tensors)), x, factor=4)
-    with torch.no_grad():
-        assert torch.equal(max_neighbours(x, tensors), edge_max(x, *exact(tensors)))
-
-
 def averaged(x: Tensor, average: bool) -> Tensor:
     return x.mean(1) if average else x
 
@@ -131,13 +125,11 @@ def _check_attention(
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_sums_and_maxima_on_every_graph(name: str) -> None:
+def test_sums_on_every_graph(name: str) -> None:
     for weight in (False, True):
         graph = named(name, weight)
         check_sum(graph, values(graph.num_sources, 3))
     check_mean(named(name, mean=True), values(graph.num_sources, 3))
-    for ties in (False, True):
-        check_max(named(name), values(graph.num_sources, 3, ties=ties))
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -148,15 +140,12 @@ def test_attention_on_every_graph(name: str) -> None:
 
 @pytest.mark.parametrize("size", [512, 8])
 @pytest.mark.parametrize("channels", [1, 7, 47, 100, 256])
-def test_sums_and_maxima_of_every_width_with_rows_whole_and_split(channels, size, monkeypatch):
+def test_sums_of_every_width_with_rows_whole_and_split(channels, size, monkeypatch):
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(weight=True)
     assert (graph.tensors.split is not None) == (graph.transpose.split is not None) == (size == 8)
     check_sum(graph, values(11, channels))
     check_mean(hub(mean=True), values(11, channels))
-    if channels < 100:
-        for ties in (False, True):
-            check_max(hub(), values(11, channels, ties=ties))
 
 
 @pytest.mark.parametrize("size", [512, 8])
@@ -169,12 +158,9 @@ def test_attention_of_every_width_with_rows_whole_and_split(heads, channels, siz
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_long_rows_of_more_chunks_than_a_step_adds_up(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 4)
-    for module in (csr_attention, csr_kernels):
-        monkeypatch.setattr(module, "merge_tile", lambda channels: (chunks, 16, 1))
+    monkeypatch.setattr(csr_kernels, "merge_tile", merge_tile_of(chunks, 16))
     edges = 60  # a third of them in one row
     check_sum(hub(weight=True, edges=edges), values(11, 20))
-    check_max(hub(edges=edges), values(11, 20))
-    check_max(hub(edges=edges), values(11, 20, ties=True))
     check_attention(hub(edges=edges), 3, 7)
 
 
@@ -183,7 +169,6 @@ def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 16)
     check_sum(hub(weight=True), values(11, 40, dtype=dtype))
     check_mean(hub(mean=True), values(11, 40, dtype=dtype))
-    check_max(hub(), values(11, 40, dtype=dtype))
     check_attention(hub(), 2, 20, dtype)
 
 
@@ -199,15 +184,6 @@ def test_sums_pass_gradients_to_learned_weights(monkeypatch: pytest.MonkeyPatch)
         return edge_sum(x, edges[0][order], edges[1][order], 7, weight[order])
 
     agree(ours, reference, values(6, 9), values(70), factor=8)
-
-
-def test_maxima_pass_nan_and_infinity_on() -> None:
-    graph = named("square").tensors
-    x = torch.tensor([[0.0], [float("nan")], [float("-inf")], [float("inf")], [-1.0]], device=DEVICE)
-    found = max_neighbours(x, graph)
-    torch.testing.assert_close(found, edge_max(x, *exact(graph)), rtol=0, atol=0, equal_nan=True)
-    lowest = torch.full((5, 1), float("-inf"), device=DEVICE)
-    torch.testing.assert_close(max_neighbours(lowest, graph), edge_max(lowest, *exact(graph)), rtol=0, atol=0)
 
 
 def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # 
 from zoo.ops import batch_norm, conv
 from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
 from zoo.ops.triton import batch_norm as kernels
-from zoo.ops.triton import tiles
 
 pytestmark = MARKS
 close = functools.partial(kernel_checks.close, layout=torch.contiguous_format)
@@ -29,16 +27,16 @@ EPS = 1e-5
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs one program after the other, and smaller tiles let small sizes have many."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(tiles, "ENOUGH", 3)
-        monkeypatch.setattr(tiles, "PROGRAMS", 9)
+        monkeypatch.setattr(kernels, "ENOUGH", 3)
+        monkeypatch.setattr(kernels, "PROGRAMS", 9)
         cut_into(monkeypatch, 16, 64)
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
     """Other tiles for the interpreter."""
-    for name in ("APPLY", "GRADIENTS", "MOMENTS", "SUMS"):
-        monkeypatch.setattr(tiles, name, replace(getattr(tiles, name), rows=rows, channels=channels))
-    monkeypatch.setattr(tiles, "FINISH", replace(tiles.FINISH, rows=8, channels=channels))
+    for name in ("APPLY", "GRADIENTS", "SUMS"):
+        monkeypatch.setattr(kernels, name, {**getattr(kernels, name), "ROWS": rows, "BLOCK": channels})
+    monkeypatch.setattr(kernels, "FINISH", {**kernels.FINISH, "ROWS": 8, "BLOCK": channels})
 
 
 def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,8 +103,8 @@ def test_empty_rows_and_other_dtypes_run_without_kernels() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"residual": (3, 5)}, r"residual has shape \(3, 5\), expected \(4, 5\)"),
-        ({"weight": (4,)}, r"weight has shape \(4,\), expected \(5,\)"),
+        ({"residual": (3, 5)}, r"residual has shape \(3, 5\) on .*, expected that of x, \(4, 5\)"),
+        ({"weight": (4,)}, r"weight has shape \(4,\) and stride \(1,\) on .*, expected \(5,\)"),
         ({"x": (4, 5, 1)}, r"x has shape \(4, 5, 1\), expected rows \[R, C\]"),
     ],
     ids=str,
@@ -116,7 +114,7 @@ def test_shapes_that_do_not_fit_are_named(changes: dict[str, tuple[int, ...]], w
     x, *given, residual = (values(*shape) for shape in (shapes | changes).values())
     with pytest.raises(ValueError, match=words):
         norm_act(x, as_norm(tuple(given)), residual)
-    with pytest.raises(ValueError, match=r"mean has stride 2, expected 1; use mean\.contiguous"):
+    with pytest.raises(ValueError, match=r"running_mean has shape \(5,\) and stride \(2,\) on"):
         norm_act(values(4, 5), as_norm((values(10)[::2], *(values(5) for _ in range(3)))))
 
 
@@ -281,8 +279,8 @@ IN_DTYPES = [(shape, dtype) for shape in SHAPES for dtype in RELATIVE]
 
 def programs_of(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
     """Let small sizes take this many lines a program, as large ones do."""
-    monkeypatch.setattr(tiles, "ENOUGH", 1)
-    monkeypatch.setattr(tiles, "MOST_TILES", lines)
+    monkeypatch.setattr(kernels, "ENOUGH", 1)
+    monkeypatch.setattr(kernels, "MOST_TILES", lines)
 
 
 @pytest.fixture
@@ -395,8 +393,6 @@ def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
     assert ran == ["max_pool", "max_pool_backward"] * 3
     assert max_pool(x[:0]).shape == (0, 8, 4, 3)
-    with pytest.raises(ValueError, match="expected images"):
-        kernels.max_pool(x[0])
 
 
 # --- on a GPU ---

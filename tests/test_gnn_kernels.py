@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests.gnn_reference import attend, edge_attention, edge_max, edge_sum
+from tests.gnn_reference import attend, edge_attention, edge_sum
 from zoo.gnn import CSRGraph, convs
 from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr
-from zoo.ops.csr import GraphTensors, attention, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
+from zoo.ops.csr import GraphTensors, attention, distinct, mean_neighbours, split_rows, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 NODES, EDGES = 169_343, 2_315_598
@@ -56,9 +56,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         found[f"sum {name}"] = sums, (x, weight, bias)
         for own in ("add", "concat"):
             found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)
-        maxima = functools.partial(max_neighbours, graph=g)
-        found[f"max {name}"] = maxima, (x,)
-        found[f"max, values only {name}"] = maxima, (x.detach(),)
         for dropout, average in ((0.0, False), (0.5, True)):
             attends = functools.partial(attention, heads=2, graph=g, slope=0.2, dropout=dropout, average=average)
             table, scores = torch.randn(8, 2 * 3 + 2, requires_grad=True), torch.randn(7, 2, requires_grad=True)
@@ -111,7 +108,6 @@ def test_kernels_refuse_gradients_without_a_transpose_and_say_what_to_do() -> No
     x = torch.randn(8, 3, requires_grad=True)
     for aggregate in (
         lambda: mean_neighbours(x, graph),
-        lambda: max_neighbours(x, graph),
         lambda: attend(x.unsqueeze(1), x[:, :1], x[:7, :1], graph, 0.2),
     ):
         with pytest.raises(RuntimeError, match="walks the transposed graph"):
@@ -204,7 +200,6 @@ def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype
     cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = [
         (lambda x: sum_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), weight), ((100,),)),
         (lambda x: mean_neighbours(x, plain_graph), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), ((256,),)),
-        (lambda x: max_neighbours(x, plain_graph), lambda x: edge_max(x, *exact(tensors)), ((64,),)),
         (
             lambda *xs: attend(*xs, plain_graph, 0.2),
             lambda *xs: edge_attention(*xs, 0.2, *exact(tensors)),
@@ -239,7 +234,6 @@ def test_offsets_past_two_to_the_31() -> None:
     score = torch.randn(nodes, 2, device="cuda", dtype=torch.bfloat16)
     for ours, reference in (
         (lambda: mean_neighbours(x, graph), edge_sum(few, *small, len(used), row_scale=scale)),
-        (lambda: max_neighbours(x, graph), edge_max(few, *small, len(used))),
         (
             lambda: attend(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
             edge_attention(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zoo
 from tests.fake_gpu import Gpu, traced
-from zoo.ops.cross_entropy import cross_entropy_rows, scale_
+from zoo.ops.training import cross_entropy_rows, scale_
 from zoo.training import AdamW, LinearCrossEntropy, losses
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.ops import adamw as updates
+from zoo.ops import training as updates
 from zoo.training import AdamW, TrainingStep
 
 
@@ -157,7 +157,7 @@ def losses_of(kind: type[torch.optim.Optimizer], dtype: torch.dtype, captured: b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad", [None, 5])
 def test_large_parameters_train_as_by_torchs_on_a_gpu(dtype, captured, bad, monkeypatch):
-    from zoo.ops.triton import adamw as kernel
+    from zoo.ops.triton import training as kernel
 
     sizes: list[tuple[int, ...]] = []
     launch = kernel.adamw
@@ -200,8 +200,8 @@ def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(updates, "LARGE", 1)
     monkeypatch.setattr(updates, "SMALLEST", 1)
     launched: list[int] = []
-    inner = updates._launch
-    monkeypatch.setattr(updates, "_launch", lambda *given: (launched.append(1), inner(*given))[1])
+    inner = updates._launches
+    monkeypatch.setattr(updates, "_launches", lambda *given: (found := inner(*given), launched.extend(found))[0])
     model = nn.Linear(8, 4).to(device)
     optimizer, scaler = AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler(device, init_scale=2.0**10)
     before = model.weight.detach().clone()

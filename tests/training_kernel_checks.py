@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
-from zoo.ops import adamw as updates
-from zoo.ops import common, cross_entropy
-from zoo.ops.cross_entropy import IGNORED
-from zoo.ops.triton import adamw as adamw_kernel
-from zoo.ops.triton import cross_entropy as rows_kernel
-from zoo.ops.triton.adamw import _one_minus_exp
+from zoo.ops import common
+from zoo.ops import training as operators
+from zoo.ops.training import IGNORED
+from zoo.ops.triton import training as kernels
+from zoo.ops.triton.training import _one_minus_exp
 from zoo.training import AdamW, LinearCrossEntropy
 
 pytestmark = [
@@ -33,8 +32,8 @@ EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8,
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "LARGE", 1)
-    monkeypatch.setattr(updates, "SMALLEST", 1)
+    monkeypatch.setattr(operators, "LARGE", 1)
+    monkeypatch.setattr(operators, "SMALLEST", 1)
 
 
 def number(value: float) -> Tensor:
@@ -64,7 +63,7 @@ def test_an_update_is_exact_but_for_rounding(dtypes: str, numbers: int, count: i
     decay, rate, betas, eps = options.get("decay", 0.0), 1e-2, (0.9, 0.999), 1e-8
     scale, maximize = options.get("scale"), options.get("maximize", False)
     tensors = [each.clone() for each in (param, grad, average, square)]
-    adamw_kernel.adamw(
+    kernels.adamw(
         *([each] for each in (*tensors, number(float(count)))), number(rate) if "rate_on_device" in options else rate,
         None if scale is None else number(scale), number(0.0), betas, eps, decay, maximize,
     )  # fmt: skip
@@ -115,13 +114,13 @@ def close(found: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtyp
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Sizes that each launch of the kernel updates from here on."""
     sizes: list[list[int]] = []
-    launch = adamw_kernel.adamw
+    launch = kernels.adamw
 
     def count(params: list[Tensor], *rest: Any) -> None:
         sizes.append([each.numel() for each in params])
         launch(params, *rest)
 
-    monkeypatch.setattr(adamw_kernel, "adamw", count)
+    monkeypatch.setattr(kernels, "adamw", count)
     return sizes
 
 
@@ -138,10 +137,10 @@ def test_parameters_together_are_updated_as_alone(rate_on_device: bool, together
     rate, rest = number(1e-2) if rate_on_device else 1e-2, ((0.9, 0.999), 1e-8, 0.1, False)
     joined, alone = ([[each.clone() for each in held] for held in drawn] for _ in range(2))
     # The gradients are divided in place: by a program too many, twice.
-    adamw_kernel.adamw(*joined, counts, rate, number(4.0), number(0.0), *rest)
+    kernels.adamw(*joined, counts, rate, number(4.0), number(0.0), *rest)
     for index in range(together):
         own = [[held[index]] for held in alone]
-        adamw_kernel.adamw(*own, [counts[index]], rate, number(4.0), number(0.0), *rest)
+        kernels.adamw(*own, [counts[index]], rate, number(4.0), number(0.0), *rest)
     torch.testing.assert_close(joined, alone, rtol=0, atol=0)
     torch.testing.assert_close(joined[1], [each / 4 for each in drawn[1]], rtol=0, atol=0)
     assert all(not torch.equal(new, old) for new, old in zip(joined[0], drawn[0], strict=True))
@@ -170,8 +169,8 @@ ALL = [[48] * 8, [48] * 3, [30]]
     ids=["all", "decay", "maximize", "remainder", "no remainder", "none"],
 )  # fmt: skip
 def test_parameters_of_one_size_share_launches(large, launches, options, dtype, monkeypatch):
-    monkeypatch.setattr(updates, "LARGE", large)
-    monkeypatch.setattr(updates, "SMALLEST", 30)
+    monkeypatch.setattr(operators, "LARGE", large)
+    monkeypatch.setattr(operators, "SMALLEST", 30)
     sizes = counted(monkeypatch)
     # They do not lie in a row.
     ours, theirs = alike(*SAME[:4], (5, 6), *SAME[4:], (29,), dtype=dtype)
@@ -199,7 +198,7 @@ def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 2)
     assert sizes == [[48, 48], [48]] * 2
-    monkeypatch.setattr(updates, "LARGE", 49)
+    monkeypatch.setattr(operators, "LARGE", 49)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 1, seed=1)
     assert sizes[4:] == [[48, 48]]
@@ -237,20 +236,20 @@ def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatc
 @pytest.fixture(params=[512, None], ids=["small blocks", "blocks as they are"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
-        monkeypatch.setattr(rows_kernel, "BYTES", request.param)
-        monkeypatch.setattr(rows_kernel, "WARPS", 1)
+        monkeypatch.setattr(kernels, "BYTES", request.param)
+        monkeypatch.setattr(kernels, "WARPS", 1)
 
 
 def reference(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and gradient by torch's operators, which take rows that do not lie without gaps."""
     apart = torch.cat([logits, logits], 1)[:, : logits.shape[1]]
-    return cross_entropy.cross_entropy_rows(apart, labels, scale)
+    return operators.cross_entropy_rows(apart, labels, scale)
 
 
 def check_rows(logits: Tensor, labels: Tensor, scale: float) -> None:
     expected, slope = reference(logits, labels, number(scale))
     found = logits.clone()
-    got = rows_kernel.cross_entropy_rows_(found, labels, number(scale), IGNORED)
+    got = kernels.cross_entropy_rows_(found, labels, number(scale), IGNORED)
     assert got.dtype == torch.float32 and found.dtype == logits.dtype
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(found, slope, rtol=4 * EPS[logits.dtype], atol=1e-6 * scale, equal_nan=True)
@@ -290,7 +289,7 @@ def test_a_label_that_is_no_class_is_no_number_and_no_other_rows() -> None:
     logits = values(4, 50)
     labels = torch.tensor([3, 50, -1, 2**40], device=DEVICE)
     found = logits.clone()
-    got = rows_kernel.cross_entropy_rows_(found, labels, number(1.0), IGNORED)
+    got = kernels.cross_entropy_rows_(found, labels, number(1.0), IGNORED)
     assert got.isnan().tolist() == [False, True, True, True]
     assert found.isnan().all(1).tolist() == [False, True, True, True] and found[0].isfinite().all()
 
@@ -298,11 +297,11 @@ def test_a_label_that_is_no_class_is_no_number_and_no_other_rows() -> None:
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("numbers", [1, 4096, 12_289])
 def test_scaling(numbers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_kernel, "SCALE_PROGRAMS", 2)  # which go round
+    monkeypatch.setattr(kernels, "SCALE_PROGRAMS", 2)  # which go round
     x = values(numbers, dtype=dtype)
     for factor in (1.0, 0.3, 0.0, math.nan):
         found = x.clone()
-        rows_kernel.scale_(found, number(factor))
+        kernels.scale_(found, number(factor))
         expected = (x.float() * factor).to(dtype)
         torch.testing.assert_close(found, expected, rtol=EPS[dtype], atol=0, equal_nan=True)
         assert factor != 1.0 or torch.equal(found, x)

@@ -41,8 +41,8 @@ from zoo.ops.attention import (
     split_rotated,
 )
 from zoo.ops.common import is_plain_tensor, is_unmodified
-from zoo.ops.glu import swiglu
 from zoo.ops.norms import add_rms_norm, rms_norm
+from zoo.ops.products import swiglu
 from zoo.weights import initialise
 
 

@@ -7,8 +7,10 @@
 Shape legend: N images, C channels, H height, W width, R rows.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, autograd
 
@@ -16,8 +18,9 @@ from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import differentiated, kernels_run
 
+# Mean, variance, weight and bias of a norm; of one that is not there None.
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_NO_NORM: Tensors = (None, None, None, None)
+NO_NORM: Tensors = (None, None, None, None)
 
 
 class Norm(NamedTuple):
@@ -41,7 +44,8 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     """
     given = x, *norm[:2], residual, *(() if residual_norm is None else residual_norm[:2])
     alike = residual_norm is None or residual_norm[5:] == norm[5:]
-    if alike and rows_run(x, residual) and kernels_run(*given):
+    if alike and _kernels_fit(x, residual, *given):
+        _check(x, residual, norm, residual_norm or ())
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
         if differentiated(*given):
             return _NormAct.apply(x, *own, residual, *other, norm.eps, norm.of_batch)
@@ -52,9 +56,27 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     return F.relu(out)
 
 
-def rows_run(x: Tensor, residual: Tensor | None = None) -> bool:
-    """Whether there is a row, and the residual has the dtype that kernels take it in."""
-    return x.numel() > 0 and (residual is None or residual.dtype == x.dtype)
+def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
+    """Whether there is a row, and all have dtypes that kernels take them in."""
+    alike = x.numel() > 0 and (residual is None or residual.dtype == x.dtype)
+    return alike and kernels_run(x, residual, *vectors)
+
+
+def _check(x: Tensor, residual: Tensor | None, *norms: Sequence[Any]) -> None:
+    """Refuse what kernels would read beyond the ends of; a traced block fits, and Dynamo would take twice as long."""
+    if torch.compiler.is_compiling():
+        return
+    shape, channels, device = x.shape, x.shape[1:2], x.device
+    if len(shape) not in (2, 4):
+        raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
+    if residual is not None and (residual.shape != shape or residual.device != device):
+        found = f"{tuple(residual.shape)} on {residual.device}"
+        raise ValueError(f"residual has shape {found}, expected that of x, {tuple(shape)} on {device}")
+    for norm in norms:
+        for name, each in zip(Norm._fields[:4], norm[:4], strict=False):
+            if each is not None and not (each.shape == channels and each.device == device and each.is_contiguous()):
+                found = f"{tuple(each.shape)} and stride {each.stride()} on {each.device}"
+                raise ValueError(f"{name} has shape {found}, expected {tuple(channels)} without gaps on {device}")
 
 
 def _normalised(x: Tensor, norm: Norm) -> Tensor:
@@ -67,7 +89,7 @@ def _normalised(x: Tensor, norm: Norm) -> Tensor:
 def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
     """Mean and variance that x is normalised by, weight and bias; of the batch they move the running ones."""
     if x is None or norm is None:
-        return _NO_NORM
+        return NO_NORM
     mean, variance = norm.running_mean, norm.running_variance
     if norm.of_batch:
         mean, variance = kernels.batch_norm.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
@@ -99,8 +121,9 @@ class _NormAct(autograd.Function):
 
 def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
-    if rows_run(x, residual) and kernels_run(x, bias, residual) and not differentiated(x, bias, residual):
-        return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, _NO_NORM, 0.0)
+    if _kernels_fit(x, residual, bias) and not differentiated(x, residual, bias):
+        _check(x, residual, (None, bias))
+        return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
     out = x + (bias if x.dim() == 2 else bias[:, None, None])
     return F.relu(out if residual is None else out + residual)
 
@@ -110,15 +133,17 @@ def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
 
     The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
     """
-    given = x, norm.weight, norm.bias
-    if rows_run(x) and kernels_run(*given) and not norm.of_batch and not differentiated(*given):
-        return kernels.batch_norm.norm_act_pool(x, norm.running_mean, norm.running_variance, *given[1:], norm.eps)
+    weight, bias, mean, variance = norm[:4]
+    if not norm.of_batch and _kernels_fit(x, None, weight, bias) and not differentiated(x, weight, bias):
+        _check(x, None, norm)
+        return kernels.batch_norm.norm_act_pool(x, mean, variance, weight, bias, norm.eps)
     return max_pool(norm_act(x, norm))
 
 
 def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     """The same of x [N, C, H, W] and bias [C], without a norm."""
-    if rows_run(x) and kernels_run(x, bias) and not differentiated(x, bias):
+    if _kernels_fit(x, None, bias) and not differentiated(x, bias):
+        _check(x, None, (None, bias))
         return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
     # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
     return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
@@ -129,7 +154,7 @@ def max_pool(x: Tensor) -> Tensor:
 
     Where kernels run the result is in channels_last, and the gradient has no gradient.
     """
-    if rows_run(x) and kernels_run(x):
+    if _kernels_fit(x, None):
         return _MaxPool.apply(x) if differentiated(x) else kernels.batch_norm.max_pool(x)[0]
     return F.max_pool2d(x, 3, 2, 1)
 

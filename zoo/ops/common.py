@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 # Looked up once, not in every call.
 _unsafe_view = torch.ops.aten._unsafe_view.default
-
 # What the kernels take; they compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -42,7 +41,7 @@ def kernels_run(*tensors: Tensor | None) -> bool:
     take no tensor that stands for several, and cannot be seen by a mode that watches each operator.
     """
     first = tensors[0]
-    if first is None or not triton_runs_on(first.device) or transformed() or forward_mode() or watched():
+    if first is None or not triton_runs_on(first.device) or transformed() or watched():
         return False
     for each in tensors:  # a plain loop: the compiler traces it in each block
         if each is not None and (each.dtype not in KERNEL_DTYPES or hasattr(each, "__tensor_flatten__")):
@@ -59,19 +58,18 @@ def differentiated(*tensors: Tensor | None) -> bool:
     return False
 
 
-def transformed() -> bool:
-    """Whether a functional transform of torch's runs, which takes no backward of ours. May be asked inside a region."""
+def _functorch_runs() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
 # Dynamo would trace the question as an operation, and guard nothing either: it traces no region inside a transform, and
 # enters the transforms that a region takes while it traces.
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_functorch_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def forward_mode() -> bool:
-    """Whether derivatives are taken on the way, which no operator of ours has. May be asked inside a region."""
-    return torch.autograd.forward_ad._current_level >= 0
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward mode runs, which take no backward of ours. For regions, too."""
+    return _functorch_runs() or torch.autograd.forward_ad._current_level >= 0
 
 
 def watched() -> bool:

@@ -31,7 +31,7 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
     if kernels_run(x, bias, residual):
         learn = differentiated(x, bias, residual)
-        return _ConvAdd.apply(x, bias, residual) if learn else kernels.conv.conv_add(x, bias, residual)
+        return _ConvAdd.apply(x, bias, residual) if learn else kernels.tiles.conv_add(x, bias, residual)
     # Under autocast parameters stay wide, and would make activations wide as well.
     total = x + bias.to(x.dtype)
     return total if residual is None else total + residual
@@ -41,7 +41,7 @@ class _ConvAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
         ctx.dtypes = x.dtype, bias.dtype, None if residual is None else residual.dtype
-        return kernels.conv.conv_add(x, bias, residual)
+        return kernels.tiles.conv_add(x, bias, residual)
 
     @staticmethod
     @differentiable_once
@@ -56,7 +56,7 @@ def upsample(x: Tensor) -> Tensor:
     """Nearest neighbours: [B, C, H, W] -> [B, C, 2 H, 2 W] in channels_last, each pixel four times."""
     if differentiated(x) or not kernels_run(x):
         return F.interpolate(x, scale_factor=2.0, mode="nearest")
-    return kernels.conv.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return kernels.tiles.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def conv3(x: Tensor, weight: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def windows(x: Tensor, stride: int) -> Tensor:
     if stride < 1:
         raise ValueError(f"stride is {stride}, expected at least 1")
     if kernels_run(x) and not differentiated(x):
-        return kernels.conv.windows(x, stride)
+        return kernels.tiles.windows(x, stride)
     around = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, stride).unfold(2, 3, stride)
     return around.permute(0, 1, 2, 4, 5, 3).reshape(-1, 9 * x.shape[3])
 
@@ -125,9 +125,11 @@ def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
         y[i, j] = Σ w[a, b] x[2 i + a - 3, 2 j + b - 3]
                 = Σ w[2 p + q - 1, 2 r + s - 1] x[2 (i + p - 2) + q, 2 (j + r - 2) + s]
     """
-    if not (_is_stem(conv) and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
+    options = conv.stride, conv.padding, conv.dilation, conv.groups
+    usual = conv.kernel_size == (7, 7) and options == ((2, 2), (3, 3), (1, 1), 1) and conv.in_channels <= 4
+    if not (usual and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
         x = x.contiguous(memory_format=torch.channels_last)
-        return F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+        return F.conv2d(x, conv.weight, None, *options)  # type: ignore[arg-type]
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     height, width = (x.shape[2] + 1) // 2 + 3, (x.shape[3] + 1) // 2 + 3
@@ -137,12 +139,6 @@ def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
     return F.conv2d(squares, space_to_depth(conv.weight, _WEIGHT_OFFSET, 4, 4, depth, conv.weight.dtype))
 
 
-def _is_stem(conv: nn.Conv2d) -> bool:
-    """Whether the convolution is the stem's, over few channels."""
-    fits = (conv.kernel_size, conv.stride, conv.padding) == ((7, 7), (2, 2), (3, 3))
-    return fits and conv.dilation == (1, 1) and conv.groups == 1 and conv.in_channels <= 4
-
-
 def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
     """Squares of 2 × 2 pixels as channels: [N, C, H, W] -> [N, D, height, width] in channels_last.
 
@@ -150,7 +146,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     and where there is no channel c. D is at least 4 C and a power of two.
     """
     if kernels_run(x) and not differentiated(x):
-        return kernels.conv.space_to_depth(x, offset, height, width, channels, dtype)
+        return kernels.tiles.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
     wide = F.pad(x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
     squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)

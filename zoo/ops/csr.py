@@ -9,7 +9,6 @@ Shape legend: S sources, D destinations, E edges, R rows (destinations; sources 
 rows at most, H heads, W columns, C channels.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -23,8 +22,7 @@ from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
 # What a sum adds of a row's own features, or puts beside it.
 Own: TypeAlias = Literal["add", "concat"] | None
-# Fewest edges worth a chunk. A chunk is walked by one program, a few edges a step: some 20 microseconds on an H200,
-# about as long as the shortest launches that matter.
+# Fewest edges worth a chunk: one program walks them in some 20 microseconds on an H200, as long as a short launch.
 EDGES_PER_CHUNK = 128
 # Pieces that keep a large GPU busy to the end.
 ENOUGH_PIECES = 8192
@@ -80,12 +78,6 @@ class Rows(NamedTuple):
         return self.pointers.shape[0] - 1, 0 if self.chunks is None else self.chunks.shape[0], self.chunk_size
 
 
-def rows_from(tables: Sequence[Any], chunk_size: int) -> Rows:
-    """Rows whose four tensors went through an autograd function one by one."""
-    pointers, nodes, chunks, long_rows = tables
-    return Rows(pointers, nodes, chunks, long_rows, chunk_size)
-
-
 def rows_of(graph: GraphTensors) -> Rows:
     """The edges by destination."""
     return Rows(graph.rowptr, graph.source, *(graph.split or ()))
@@ -107,7 +99,7 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
 
     On a CPU the sums of ``embedding_bag`` take a twelfth of the time of gathering and ``index_add``.
     """
-    if x.device.type == "cpu" and x.dtype == torch.float32 and not common.transformed() and not common.forward_mode():
+    if x.device.type == "cpu" and x.dtype == torch.float32 and not common.transformed():
         if x.dim() == 3:
             assert weight is not None
             return torch.stack([edge_sum(x[:, h], graph, weight[:, h]) for h in range(x.shape[1])], dim=1)
@@ -129,18 +121,15 @@ def edge_max(x: Tensor, graph: GraphTensors) -> Tensor:
     return zeros.scatter_reduce(0, where, x, "amax", include_self=False)[:-1]
 
 
-def edges_per_chunk(edges: int, rows: int) -> int:
-    """Most edges in a chunk: four times the mean row, but pieces enough. Every cut costs a partial result."""
-    mean = edges // max(rows, 1)
-    return max(EDGES_PER_CHUNK, min(1 << (4 * mean).bit_length(), edges // ENOUGH_PIECES))
-
-
 def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split | None:
     """The tables of a graph, or None if no row has more than ``size`` edges. Reads two numbers from the device.
 
-    Pointers [R + 1] int64 say where the edges of each row start. ``size`` is ``edges_per_chunk`` when left out.
+    Pointers [R + 1] int64 say where the edges of each row start. ``size``, the most edges of a chunk, is four times the
+    mean row when left out, if that makes pieces enough: every cut costs a partial result.
     """
-    size = edges_per_chunk(edges, pointers.shape[0] - 1) if size is None else size
+    if size is None:
+        mean = edges // max(pointers.shape[0] - 1, 1)
+        size = max(EDGES_PER_CHUNK, min(1 << (4 * mean).bit_length(), edges // ENOUGH_PIECES))
     if edges <= size or pointers.is_meta:
         return None
     degree = pointers.diff()
@@ -152,18 +141,15 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
     end = count.cumsum(0)
     # A program that finds its entry empty costs about as much to launch as one that finds work: no more than need be.
     number = torch.arange(common.next_power(num_chunks), device=pointers.device)
-    row, real = _within(torch.searchsorted(end, number, right=True), degree)
+    row = torch.searchsorted(end, number, right=True)
+    empty, row = row >= len(degree), row.clamp(max=len(degree) - 1)
     first_edge = pointers[row] + (number - (end - count)[row]) * size
     chunks = torch.stack([row, first_edge, torch.minimum(first_edge + size, pointers[row + 1])], dim=1)
     rank = torch.arange(1, common.next_power(num_long) + 1, device=pointers.device)
-    row, long = _within(torch.searchsorted(is_long.cumsum(0), rank), degree)
+    row = torch.searchsorted(is_long.cumsum(0), rank)
+    none, row = row >= len(degree), row.clamp(max=len(degree) - 1)
     rows = torch.stack([row, (end - count)[row], end[row]], dim=1)
-    return Split(chunks.masked_fill(~real.unsqueeze(1), 0), rows.masked_fill(~long.unsqueeze(1), -1), size)
-
-
-def _within(row: Tensor, degree: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows that exist, and which of them did."""
-    return row.clamp(max=degree.shape[0] - 1), row < degree.shape[0]
+    return Split(chunks.masked_fill(empty[:, None], 0), rows.masked_fill(none[:, None], -1), size)
 
 
 def sum_neighbours(
@@ -204,10 +190,7 @@ def _csr_sum(
             return kernels.csr.csr_sum(x, rows, weight, None, scale, bias, own, channels)
         columns = columns_of(graph)
         t_weight = None if weight is None or graph.transpose is None else graph.transpose.weight
-        return _CsrSum.apply(
-            x, weight, bias, scale, own, channels, (rows.chunk_size, columns.chunk_size), t_weight, graph.destination,
-            *rows[:4], *columns[:4],
-        )  # fmt: skip
+        return _CsrSum.apply(x, weight, bias, scale, own, channels, t_weight, graph.destination, *rows, *columns)
     dtype, number = accumulation_dtype(x.dtype), graph.rowptr.shape[0] - 1
     total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
     if scale is not None:
@@ -229,15 +212,15 @@ class _CsrSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, own: Own, channels: int,
-        sizes: tuple[int, int], t_weight: Tensor | None, destination: Tensor, *tables: Any,
+        t_weight: Tensor | None, destination: Tensor, *tables: Any,
     ) -> Tensor:  # fmt: skip
-        ctx.own, ctx.channels, ctx.sizes, ctx.width = own, channels, sizes, x.shape[1]
+        ctx.own, ctx.channels, ctx.width, ctx.chunk_size = own, channels, x.shape[1], tables[9]
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The features are needed for the gradient of weights alone.
-        x_kept = x if ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(x_kept, scale, t_weight, tables[1], destination, *tables[4:])
-        return kernels.csr.csr_sum(x, rows_from(tables[:4], sizes[0]), weight, None, scale, bias, own, channels)
+        kept = x if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, scale, t_weight, tables[1], destination, *tables[5:9])
+        return kernels.csr.csr_sum(x, Rows(*tables[:5]), weight, None, scale, bias, own, channels)
 
     @staticmethod
     @differentiable_once
@@ -246,46 +229,20 @@ class _CsrSum(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         channels = ctx.channels
         if ctx.needs_input_grad[0]:
-            columns, own = rows_from(tables, ctx.sizes[1]), _OTHER_WAY[ctx.own]
+            columns, own = Rows(*(*tables, ctx.chunk_size)), _OTHER_WAY[ctx.own]
             width = ctx.width // 2 if ctx.own == "add" else ctx.width
             grad_x = kernels.csr.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
         if ctx.needs_input_grad[1]:
-            grad_weight = kernels.csr.edge_dot(x, grad, source, destination, channels, ctx.weight_dtype)
+            x = x[:, :channels].index_select(0, source).to(accumulation_dtype(x.dtype))
+            grad_weight = (x * grad[:, :channels].index_select(0, destination)).sum(1).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad[:, :channels].sum(0, dtype=ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, *(None,) * 14
+        return grad_x, grad_weight, grad_bias, *(None,) * 15
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
-    """Greatest value over incoming edges, zero where there are none: x [S, C] -> [D, C]. Raises as ``sum_neighbours``.
-
-    Ties share the gradient as in torch's ``scatter_reduce``: a maximum of zero counts once more, for the zeros that it
-    starts from.
-    """
-    if kernels_run(x):
-        if differentiated(x):
-            rows, columns = rows_of(graph), columns_of(graph)
-            return _CsrMax.apply(x, (rows.chunk_size, columns.chunk_size), *rows[:4], *columns[:4])
-        return kernels.csr.csr_max(x, rows_of(graph), False)[0]
+    """Greatest value over incoming edges by torch's operators, zero where there are none: x [S, C] -> [D, C]."""
     return edge_max(x.index_select(0, graph.source), graph)
-
-
-class _CsrMax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, int], *tables: Any) -> Tensor:
-        values, ties = kernels.csr.csr_max(x, rows_from(tables[:4], sizes[0]), True)
-        ctx.size = sizes[1]
-        ctx.save_for_backward(x, values, ties, *tables[4:])
-        return values
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, values, ties, *tables = ctx.saved_tensors
-        # Nodes without neighbours have no ties, and nobody asks for their shares.
-        shares = (grad / ties).to(grad.dtype)
-        kept = {"maxima": values.contiguous(), "own_values": x.contiguous()}
-        return kernels.csr.csr_sum(shares, rows_from(tables, ctx.size), **kept), *(None,) * 9
 
 
 # Places of a node that the kernel draws, which holds them in registers.
@@ -333,10 +290,8 @@ def attention(
         if differentiated(table, a_destination):
             rows, columns = rows_of(graph), columns_of(graph)
             assert graph.transpose is not None
-            return _Attention.apply(
-                table, a_destination, plan, seed, dropout, (rows.chunk_size, columns.chunk_size),
-                graph.transpose.permutation, *rows[:4], *columns[:4],
-            )  # fmt: skip
+            order = graph.transpose.permutation
+            return _Attention.apply(table, a_destination, plan, seed, dropout, order, *rows, *columns)
         return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
     x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
     own = scores[:, heads:] if a_destination is None else a_destination
@@ -359,20 +314,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, table: Tensor, a_destination: Tensor | None, plan: tuple[int, int, bool, float], seed: Tensor | None,
-        dropout: float, sizes: tuple[int, int], permutation: Tensor, *tables: Any,
+        dropout: float, permutation: Tensor, *tables: Any,
     ) -> Tensor:  # fmt: skip
-        rows = rows_from(tables[:4], sizes[0])
-        out, lse = kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows)
-        ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, sizes
-        ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables)
+        out, lse = kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, Rows(*tables[:5]))
+        ctx.plan, ctx.dropout, ctx.sizes = plan, dropout, (tables[4], tables[9])
+        ctx.save_for_backward(table, a_destination, lse, seed, permutation, *tables[:4], *tables[5:9])
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         table, a_destination, lse, seed, permutation, *tables = ctx.saved_tensors
-        rows, columns = rows_from(tables[:4], ctx.sizes[0]), rows_from(tables[4:], ctx.sizes[1])
-        grads = kernels.csr_attention.gat_backward(
-            grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
-        )
-        return *grads, *(None,) * 13
+        rows, columns = Rows(*(*tables[:4], ctx.sizes[0])), Rows(*(*tables[4:], ctx.sizes[1]))
+        given = grad, table, a_destination, lse, *ctx.plan, seed, ctx.dropout, rows, columns, permutation
+        return *kernels.csr_attention.gat_backward(*given), *(None,) * 14

@@ -15,7 +15,6 @@ from torch import Tensor
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
-from zoo.ops.products import column_sums
 
 # The widest rows that a program of each kernel holds.
 WIDEST_RMS_NORM, WIDEST_NORM, WIDEST_ROW = 16384, 8192, 2048
@@ -26,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _rms_norm_fits(x, weight):
         return reference_rms_norm(x, weight, eps)
     if differentiated(x, weight):
-        return _RMSNorm.apply(x, None, weight, eps, False)
+        return _Norm.apply(x, None, None, weight, None, eps, None, False)
     return kernels.norms.norm(x, None, None, weight, None, eps, keep=False)[0]
 
 
@@ -39,8 +38,9 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
         total = x if added is None else x + added
         return total, reference_rms_norm(total, weight, eps)
     if differentiated(x, weight, added):
-        return _RMSNorm.apply(x, added, weight, eps, True)
-    normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
+        normed, total = _Norm.apply(x, added, None, weight, None, eps, None, True)
+    else:
+        normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
     return total, normed
 
 
@@ -57,26 +57,31 @@ def _rms_norm_fits(x: Tensor, weight: Tensor, added: Tensor | None = None) -> bo
     return alike and x.shape[-1] <= WIDEST_RMS_NORM and kernels_run(x, weight, added)
 
 
-class _RMSNorm(torch.autograd.Function):
-    """Returns the norm, or with ``keep_sum`` the sum and the norm."""
+class _Norm(torch.autograd.Function):
+    """The layer norm of a sum, or without a bias its RMS norm; then its copy in ``low_dtype``, or the sum if kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, keep_sum: bool) -> Any:
-        normed, _, total, _, rstd = kernels.norms.norm(x, added, None, weight, None, eps)
-        ctx.save_for_backward(total, weight, rstd)
-        ctx.adds = added is not None
-        if not keep_sum:
-            return normed
-        return (total if ctx.adds else x.view_as(x)), normed
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None,
+        eps: float, low_dtype: torch.dtype | None, keep_sum: bool,
+    ) -> Any:  # fmt: skip
+        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype)
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.adds, ctx.keep_sum = added is not None, keep_sum
+        ctx.added_dtype = None if added is None or added.dtype == x.dtype else added.dtype
+        ctx.sums = 1 + (bias is not None) + (shift is not None)
+        if keep_sum:
+            return out, total if ctx.adds else x.view_as(x)
+        return out if low is None else (out, low)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sum_grad = grads[0] if len(grads) == 2 else None
-        total, weight, rstd = ctx.saved_tensors
-        given = total, None, rstd, weight, grads[-1], None, sum_grad, None
-        grad, _, (weight_grad,) = kernels.norms.norm_backward(*given, 1)
-        return grad, grad if ctx.adds else None, weight_grad, None, None
+    def backward(ctx: Any, grad: Tensor, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        low_grad, sum_grad = (None, other) if ctx.keep_sum else (other, None)
+        given = *ctx.saved_tensors, grad, low_grad, sum_grad, ctx.added_dtype
+        out, low, sums = kernels.norms.norm_backward(*given, ctx.sums)
+        weight, bias, shift = (*sums, None, None)[:3]
+        return out, (out if low is None else low) if ctx.adds else None, shift, weight, bias, None, None, None
 
 
 def add_layer_norm(
@@ -92,7 +97,7 @@ def add_layer_norm(
         if not differentiated(x, added, shift, weight, bias):
             out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, keep=False)
             return out, out if low is None else low
-        out = _AddLayerNorm.apply(x, added, shift, weight, bias, eps, low_dtype)
+        out = _Norm.apply(x, added, shift, weight, bias, eps, low_dtype, False)
         return (out, out) if low_dtype is None else out
     out = F.layer_norm(x + (added if shift is None else added + shift), weight.shape, weight, bias, eps)
     return out, out if low_dtype is None else out.to(low_dtype)
@@ -108,26 +113,6 @@ def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight:
         return False
     fit = all(each is None or (each.shape == x.shape[-1:] and each.dtype == x.dtype) for each in vectors)
     return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
-
-
-class _AddLayerNorm(torch.autograd.Function):
-    """The norm, and its copy if there is one. Keeps the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, added: Tensor, shift: Tensor | None, *arguments: Any) -> Any:
-        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, *arguments)
-        ctx.save_for_backward(total, mean, rstd, arguments[0])
-        ctx.added_dtype = None if added.dtype == x.dtype else added.dtype
-        ctx.shifted = shift is not None
-        return out if low is None else (out, low)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor, low_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        given = *ctx.saved_tensors, grad, low_grad, None, ctx.added_dtype
-        out, low, (grad_weight, grad_bias, *shifts) = kernels.norms.norm_backward(*given, 3 if ctx.shifted else 2)
-        grad_shift = shifts[0] if ctx.shifted else None
-        return out, out if low is None else low, grad_shift, grad_weight, grad_bias, None, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -172,25 +157,14 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
         out, total, summed, mean, rstd = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=True)
         ctx.save_for_backward(summed, mean, rstd, weight, bias)
-        if residual is None:
-            return out
-        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
-            ctx.set_materialize_grads(False)
-        return total, out
+        return out if residual is None else (total, out)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, residual, shift = ctx.dtypes
-        grad, sum_grad = grads[-1], grads[0] if len(grads) == 2 else None
-        shifted = shift if ctx.needs_input_grad[4] and sum_grad is not None else None
-        if grad is not None:
-            weighted = any(ctx.needs_input_grad[2:4])
-            out, *sums = kernels.norms.layer_norm_backward(grad, sum_grad, *ctx.saved_tensors, weighted, shifted)
-        elif sum_grad is not None:
-            out, sums = sum_grad, [None, None, None if shifted is None else column_sums(sum_grad, shifted)]
-        else:
-            return (None,) * 6
+        sum_grad = grads[0] if len(grads) == 2 else None
+        out, *sums = kernels.norms.layer_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors, shift)
         return out.to(x), None if residual is None else out.to(residual), *sums, None
 
 
@@ -252,22 +226,11 @@ class _GroupNorm(torch.autograd.Function):
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
         out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
         ctx.save_for_backward(joined, shift, weight, bias, statistics)
-        if skip is None:
-            return out
-        if not torch.compiler.is_compiling():  # zeros for a gradient that is not there would be a launch
-            ctx.set_materialize_grads(False)
-        return out, joined
+        return out if skip is None else (out, joined)
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor | None, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        if grad is not None:
-            grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(
-                grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
-            )
-        elif joined_grad is not None:
-            grad_x, grad_skip = joined_grad.split([ctx.channels, joined_grad.shape[1] - ctx.channels], dim=1)
-            others = [None] * 3
-        else:
-            return (None,) * 8
+    def backward(ctx: Any, grad: Tensor, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        given = grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
+        grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(*given)
         return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None

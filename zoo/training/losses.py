@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.region import Region
-from zoo.ops.cross_entropy import IGNORED, cross_entropy_rows, scale_
+from zoo.ops.training import IGNORED, cross_entropy_rows, scale_
 
 
 class CrossEntropyRows(nn.Module):

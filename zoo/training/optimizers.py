@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zoo.ops.adamw import adamw
+from zoo.ops.training import adamw
 from zoo.training.parallel import to_local
 
 

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from zoo.ops.attention import short_attention
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
-from zoo.ops.glu import gated_gelu, gated_gelu_product
 from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
-from zoo.ops.products import low_add_linear, low_linear, takes_low
+from zoo.ops.products import gated_gelu, gated_gelu_product, low_add_linear, low_linear, takes_low
 from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 
 # Diffusers' for the norm before a transformer, and torch's default for the norms inside.

@@ -5,8 +5,7 @@ on from is known on the device alone. Query heads that share a key head read the
 
 Few keys are those of a text or the pixels of a small image. The library's kernels are made for long rows of keys, and
 clear a counter first, which in a CUDA graph keeps the GPU idle on both sides. Here the keys of a head are one or two
-tiles; queries, keys and values are read where they lie in the product. One compilation for each power of two that a
-head's width fits in.
+tiles, read where they lie in the product. One compilation for each power of two that a head's width fits in.
 
 Norms of heads, rotation and the cache's write are one kernel between the product and the attention; without a cache it
 splits the product into heads, and in the backward joins them. A program takes some heads of one token.
@@ -24,6 +23,9 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
+
+# The kernels' exponentials are powers of two.
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -109,9 +111,8 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     # Tokens and warps of a program, measured on an H200: one warp group holds narrow heads.
     most, warps = (64, 4) if width <= 64 else (128, 8)
     rows = most if tokens >= most else max(16, next_power(tokens))
-    log2_e = 1.4426950408889634
     _prefill[(ceil_div(tokens, rows), heads, batch)](
-        query, cache, positions, out, width**-0.5 * log2_e, tokens, slots, slots if window is None else window,
+        query, cache, positions, out, width**-0.5 * LOG2_E, tokens, slots, slots if window is None else window,
         HEADS=heads, KEY_HEADS=key_heads, D=width, ROWS=rows, BLOCK=64, num_warps=warps if rows == most else 4,
         num_stages=3,
     )  # fmt: skip
@@ -132,12 +133,10 @@ def _load_rows(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.con
     return tl.load(x + row[:, None] * (stride * VECTOR) + column[None, :], mask=seen, other=0.0)
 
 
-@kernel(
-    do_not_specialize=[
-        *("query_image", "query_row", "key_image", "key_row", "value_image", "value_row"),
-        *("units", "queries", "keys"),
-    ]
-)
+_STRIDES = "query_image", "query_row", "key_image", "key_row", "value_image", "value_row"
+
+
+@kernel(do_not_specialize=[*_STRIDES, "units", "queries", "keys"])
 def _short_attention(
     query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
     scale: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
@@ -180,13 +179,9 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return out
     given = [_in_vectors(each) for each in (query, key, value)]
     strides = [stride // VECTOR for each in given for stride in each.stride()[:2]]
-    grid = (ceil_div(queries, QUERIES), heads, images)
-    # The kernel's exponentials are powers of two.
-    scale = math.log2(math.e) / math.sqrt(width)
-    block = max(16, next_power(width))
-    _short_attention[grid](
-        *given, out, *strides, width // VECTOR, queries, key.shape[1], scale,
-        VECTOR=VECTOR, WIDTH=block, QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
+    _short_attention[(ceil_div(queries, QUERIES), heads, images)](
+        *given, out, *strides, width // VECTOR, queries, key.shape[1], LOG2_E / math.sqrt(width), VECTOR=VECTOR,
+        WIDTH=max(16, next_power(width)), QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out
 
@@ -203,68 +198,11 @@ COUNT = 16
 
 
 @kernel(do_not_specialize=["tokens", "rotary_stride"])
-def _rotate_into(
-    qkv, cache, positions, rotary, q_norm, k_norm, query, eps: tl.constexpr, tokens, rotary_stride, slots, batches,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    half = tl.arange(0, D // 2)
-    of_query = head < HEADS
-    of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
-    of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
-    batch = token // tokens
-    turn = rotary + batch * rotary_stride + (token % tokens) * D
-    cos, sin = tl.load(turn + half)[None, :], tl.load(turn + D // 2 + half)[None, :]
-    place = (token * (HEADS + 2 * KEY_HEADS) + head)[:, None] * D + half[None, :]
-    live = (head < HEADS + 2 * KEY_HEADS)[:, None]
-    left = tl.load(qkv + place, mask=live, other=0.0).to(tl.float32)
-    right = tl.load(qkv + place + D // 2, mask=live, other=0.0).to(tl.float32)
-    normed_left, normed_right = left, right
-    if q_norm is not None:
-        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
-        first = tl.where(of_query[:, None], tl.load(q_norm + half)[None, :], tl.load(k_norm + half)[None, :])
-        second = tl.load(q_norm + D // 2 + half)[None, :]
-        second = tl.where(of_query[:, None], second, tl.load(k_norm + D // 2 + half)[None, :])
-        normed_left *= scale * first.to(tl.float32)
-        normed_right *= scale * second.to(tl.float32)
-    plain = of_value[:, None]
-    turned_left = tl.where(plain, left, normed_left * cos - normed_right * sin).to(qkv.dtype.element_ty)
-    turned_right = tl.where(plain, right, normed_right * cos + normed_left * sin).to(qkv.dtype.element_ty)
-    place = (token * HEADS + head)[:, None] * D + half[None, :]
-    tl.store(query + place, turned_left, mask=of_query[:, None])
-    tl.store(query + place + D // 2, turned_right, mask=of_query[:, None])
-    position = tl.load(positions + token)
-    row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64) + batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
-    place = ((row * slots + position) * D)[:, None] + half[None, :]
-    # A position that has no slot is not written: it would be a slot of another head.
-    kept = ((of_key | of_value) & (position >= 0) & (position < slots))[:, None]
-    tl.store(cache + place, turned_left.to(cache.dtype.element_ty), mask=kept)
-    tl.store(cache + place + D // 2, turned_right.to(cache.dtype.element_ty), mask=kept)
-
-
-def rotate_into(
-    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, heads: int,
-) -> Tensor:  # fmt: skip
-    """See ``zoo/ops/attention.py``."""
-    qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
-    batch, tokens = positions.shape
-    _, _, key_heads, slots, width = cache.shape
-    query = qkv.new_empty(batch, tokens, heads, width)
-    _rotate_into[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
-        qkv, cache, positions, rotary, q_norm, k_norm, query, eps, tokens,
-        0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, num_warps=2,
-    )  # fmt: skip
-    return query
-
-
-@kernel(do_not_specialize=["tokens", "rotary_stride"])
-def _split_heads(
-    qkv, rotary, query, key, value, tokens, rotary_stride,
+def _rotate(
+    qkv, rotary, query, key, value, positions, q_norm, k_norm, eps: tl.constexpr, tokens, rotary_stride, slots, batches,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
+    """Heads of a token from ``qkv`` to the other three, or ``BACK``; with positions ``key`` is a cache of both."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
     half = tl.arange(0, D // 2)[None, :]
@@ -272,12 +210,14 @@ def _split_heads(
     of_key = (head >= HEADS) & (head < HEADS + KEY_HEADS)
     of_value = (head >= HEADS + KEY_HEADS) & (head < HEADS + 2 * KEY_HEADS)
     live = head < HEADS + 2 * KEY_HEADS
-    turn = rotary + (token // tokens) * rotary_stride + (token % tokens) * D
+    batch = token // tokens
+    turn = rotary + batch * rotary_stride + (token % tokens) * D
     cos, sin = tl.load(turn + half), tl.load(turn + D // 2 + half)
     whole = qkv + (token * (HEADS + 2 * KEY_HEADS) + head) * D + half
     query += (token * HEADS + head) * D + half
-    key += (token * KEY_HEADS + head - HEADS) * D + half
-    value += (token * KEY_HEADS + head - HEADS - KEY_HEADS) * D + half
+    if positions is None:
+        key += (token * KEY_HEADS + head - HEADS) * D + half
+        value += (token * KEY_HEADS + head - HEADS - KEY_HEADS) * D + half
     if BACK:
         sin = -sin
         # Only one of the three is there.
@@ -289,34 +229,65 @@ def _split_heads(
         left = tl.load(whole, mask=live, other=0.0)
         right = tl.load(whole + D // 2, mask=live, other=0.0)
     left, right = left.to(tl.float32), right.to(tl.float32)
-    turned_left = tl.where(of_value, left, left * cos - right * sin).to(qkv.dtype.element_ty)
-    turned_right = tl.where(of_value, right, right * cos + left * sin).to(qkv.dtype.element_ty)
+    normed_left, normed_right = left, right
+    if q_norm is not None:
+        scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
+        first = tl.where(of_query, tl.load(q_norm + half), tl.load(k_norm + half))
+        second = tl.where(of_query, tl.load(q_norm + D // 2 + half), tl.load(k_norm + D // 2 + half))
+        normed_left *= scale * first.to(tl.float32)
+        normed_right *= scale * second.to(tl.float32)
+    turned_left = tl.where(of_value, left, normed_left * cos - normed_right * sin).to(qkv.dtype.element_ty)
+    turned_right = tl.where(of_value, right, normed_right * cos + normed_left * sin).to(qkv.dtype.element_ty)
     if BACK:
         tl.store(whole, turned_left, mask=live)
         tl.store(whole + D // 2, turned_right, mask=live)
     else:
         tl.store(query, turned_left, mask=of_query)
         tl.store(query + D // 2, turned_right, mask=of_query)
-        tl.store(key, turned_left, mask=of_key)
-        tl.store(key + D // 2, turned_right, mask=of_key)
-        tl.store(value, turned_left, mask=of_value)
-        tl.store(value + D // 2, turned_right, mask=of_value)
+        if positions is None:
+            tl.store(key, turned_left, mask=of_key)
+            tl.store(key + D // 2, turned_right, mask=of_key)
+            tl.store(value, turned_left, mask=of_value)
+            tl.store(value + D // 2, turned_right, mask=of_value)
+        else:
+            position = tl.load(positions + token)
+            row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64)
+            row += batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
+            place = (row * slots + position) * D + half
+            # A position that has no slot is not written: it would be a slot of another head.
+            kept = (of_key | of_value) & (position >= 0) & (position < slots)
+            tl.store(key + place, turned_left.to(key.dtype.element_ty), mask=kept)
+            tl.store(key + place + D // 2, turned_right.to(key.dtype.element_ty), mask=kept)
 
 
-def _launch_split_heads(qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor, back: bool) -> None:
+def _launch_rotate(
+    qkv: Tensor, rotary: Tensor, query: Tensor, key: Tensor, value: Tensor | None, positions: Tensor | None = None,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0, back: bool = False,
+) -> None:  # fmt: skip
     rotary = rotary.contiguous()
     batch, tokens, heads, width = query.shape
-    key_heads = key.shape[2]
-    _split_heads[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
-        qkv, rotary, query, key, value, tokens, 0 if rotary.shape[0] == 1 else tokens * width,
+    key_heads, slots = key.shape[2:4]
+    _rotate[(batch * tokens, ceil_div(heads + 2 * key_heads, COUNT))](
+        qkv, rotary, query, key, value, positions, q_norm, k_norm, eps, tokens,
+        0 if rotary.shape[0] == 1 else tokens * width, slots, batch,
         HEADS=heads, KEY_HEADS=key_heads, D=width, COUNT=COUNT, BACK=back, num_warps=2,
     )  # fmt: skip
+
+
+def rotate_into(
+    qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
+    eps: float, heads: int,
+) -> Tensor:  # fmt: skip
+    """See ``zoo/ops/attention.py``."""
+    query = qkv.new_empty(*positions.shape, heads, cache.shape[4])
+    _launch_rotate(qkv.contiguous(), rotary, query, cache, None, positions.contiguous(), q_norm, k_norm, eps)
+    return query
 
 
 def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ``zoo/ops/attention.py``."""
     query, key, value = (qkv.new_empty(*qkv.shape[:2], n, rotary.shape[2]) for n in (heads, key_heads, key_heads))
-    _launch_split_heads(qkv.contiguous(), rotary, query, key, value, back=False)
+    _launch_rotate(qkv.contiguous(), rotary, query, key, value)
     return query, key, value
 
 
@@ -324,5 +295,5 @@ def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> T
     """Gradient of what ``split_rotated`` took apart, from those of its outputs."""
     heads = query.shape[2] + key.shape[2] + value.shape[2]
     qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
-    _launch_split_heads(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
+    _launch_rotate(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)
     return qkv

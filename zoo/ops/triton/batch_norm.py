@@ -9,13 +9,13 @@
 
 Means and deviations are merged as Welford's and Chan's are, so that a channel whose mean is far from zero keeps its
 variance. There are no atomics: the same bits at every run. The backward of a norm without a residual recomputes the
-relu; else the relu's output is saved. Without the statistics of a batch, sums serve weight and bias alone.
+relu; else the relu's output is saved.
 
 Pooling takes the maximum of 3 × 3 pixels at a stride of 2. A program goes down the lines of some output columns, and
 reuses each line's last row for the next. A norm keeps the order of values, or reverses it where its scale is negative:
-signs are flipped, the maximum is found, and only that is normalised. Windows need no padding: what is clamped to the
-image falls on a pixel of the same window. With a gradient the forward saves the argmax, a byte each. A program of the
-backward reads each four neighbouring windows, and writes the four pixels between their centres.
+signs are flipped, the maximum is found, and only that is normalised. With a gradient the forward saves the argmax, a
+byte each. A program of the backward reads each four neighbouring windows, and writes the four pixels between their
+centres.
 
 Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channels, H height, W width, R rows, K chunks
 of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
@@ -29,14 +29,91 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.engine.kernel import kernel
+from zoo.ops.batch_norm import NO_NORM, Tensors
 from zoo.ops.common import ceil_div
-from zoo.ops.triton import tiles
-from zoo.ops.triton.tiles import greater, norm_of, of_channels, of_rows, span, strip, total_of
+from zoo.ops.triton.tiles import total_of
 
-# Mean, variance, weight and bias of a norm; of one that is not there None.
-Tensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-NO_NORM: Tensors = (None, None, None, None)
-NAMES = ("mean", "variance", "weight", "bias", "residual_mean", "residual_variance", "residual_weight", "residual_bias")
+# Rows and channels that a program holds at once, and its warps: of the forward, and of gradients of rows.
+APPLY = {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
+GRADIENTS = {"ROWS": 32, "BLOCK": 64, "num_warps": 4}
+# A program takes several tiles where there are more than this many, and at most so many.
+ENOUGH, MOST_TILES = 4096, 4
+# What pools: of the output so many columns, whose lines a program goes down. 56 columns are whole tiles.
+POOL = {"ROWS": 8, "BLOCK": 64, "num_warps": 2}
+# What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
+SUMS = {"ROWS": 64, "BLOCK": 64, "num_warps": 8}
+PROGRAMS = 512
+# What puts chunks together: few channels a program, since there is little else to spread over a GPU.
+FINISH = {"ROWS": 512, "BLOCK": 8, "num_warps": 8}
+
+
+def rows_to_write(pixels: Tensor, tile: dict[str, int]) -> tuple[tuple[int, int, int], tuple[int]]:
+    """(rows, channels, rows of a program) and programs of a kernel that writes rows."""
+    channels = pixels.shape[-1]
+    rows, blocks = pixels.numel() // channels, ceil_div(channels, tile["BLOCK"])
+    share = tile["ROWS"] * max(1, min(MOST_TILES, ceil_div(rows, tile["ROWS"]) * blocks // ENOUGH))
+    return (rows, channels, share), (ceil_div(rows, share) * blocks,)
+
+
+def rows_to_sum(pixels: Tensor) -> tuple[tuple[int, int, int, int], tuple[int], tuple[int]]:
+    """(rows, channels, rows of a chunk, chunks), programs of a kernel that sums up rows, and of one that ends sums."""
+    channels = pixels.shape[-1]
+    rows, blocks = pixels.numel() // channels, ceil_div(channels, SUMS["BLOCK"])
+    share = ceil_div(ceil_div(rows, max(1, PROGRAMS // blocks)), SUMS["ROWS"]) * SUMS["ROWS"]
+    chunks = ceil_div(rows, share)
+    return (rows, channels, share, chunks), (chunks * blocks,), (ceil_div(channels, FINISH["BLOCK"]),)
+
+
+def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, tuple[int]]:
+    """(lines of a program, programs) of the kernel that pools, by the size of its output."""
+    strips = ceil_div(columns, POOL["ROWS"]) * ceil_div(channels, POOL["BLOCK"])
+    share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
+    return share, (images * ceil_div(lines, share) * strips,)
+
+
+@triton.jit
+def span(rows, channels, share, BLOCK: tl.constexpr):
+    """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
+    blocks = tl.cdiv(channels, BLOCK)
+    program = tl.program_id(0)
+    # Neighbours share rows, so that what runs at a time lies together.
+    chunk = program // blocks
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    begin = chunk * share
+    return chunk, channel, channel < channels, begin, tl.minimum(begin + share, rows)
+
+
+@triton.jit
+def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a pooling program: image, all lines and columns, its channels [BLOCK], columns [ROWS], lines from and to."""
+    lines, columns = (height + 1) // 2, (width + 1) // 2
+    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
+    program = tl.program_id(0)
+    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
+    begin = (program // (blocks * strips)) % bands * share
+    image = (program // (blocks * strips * bands)).to(tl.int64)
+    return image, lines, columns, channel, column, begin, tl.minimum(begin + share, lines)
+
+
+@triton.jit
+def norm_of(mean, variance, channel, live, eps):
+    """Mean and rstd of channels [BLOCK]."""
+    middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
+    spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
+    return middle, tl.rsqrt(spread + eps)
+
+
+@triton.jit
+def of_channels(tensor, channel, live):
+    """Values of channels [BLOCK] in float32."""
+    return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def of_rows(tensor, place, inner, seen):
+    """Values of a tile [ROWS, BLOCK] in float32, at places ``inner`` behind the first."""
+    return tl.load(tensor + place + inner, mask=seen, other=0.0).to(tl.float32)
 
 
 @kernel(do_not_specialize=["rows", "share"])
@@ -100,8 +177,7 @@ def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: 
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _combine(
     part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks,
-    momentum: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    momentum: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = channel < channels
@@ -239,38 +315,40 @@ def _gradients(
             tl.store(grad_other + place + inner, result.to(grad_other.dtype.element_ty), mask=seen)
 
 
+def pixels_of(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, H, W, C], without a copy in channels_last; rows [R, C] as they are."""
+    return (x if x.dim() == 2 else x.permute(0, 2, 3, 1)).contiguous()
+
+
+def images_of(pixels: Tensor) -> Tensor:
+    """[N, H, W, C] -> [N, C, H, W] in channels_last; rows [R, C] as they are."""
+    return pixels if pixels.dim() == 2 else pixels.permute(0, 3, 1, 2)
+
+
 def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:
     """Relu of the norm of x [R, C] or [N, C, H, W] (bias alone without a mean), plus a residual or the norm of one."""
-    tiles.check(x, (residual,), norm + residual_norm, ("residual", *NAMES))
-    pixels = tiles.pixels_of(x)
+    pixels = pixels_of(x)
     out = torch.empty_like(pixels)
-    rows, channels = tiles.size_of(pixels)
-    share, programs = tiles.rows_to_write(rows, channels, tiles.APPLY)
-    _apply[(programs,)](
-        pixels, *norm, None if residual is None else tiles.pixels_of(residual), *residual_norm, out, rows,
-        channels, share, eps, **tiles.APPLY.code(),
-    )  # fmt: skip
-    return tiles.images_of(out)
+    sizes, grid = rows_to_write(pixels, APPLY)
+    other = None if residual is None else pixels_of(residual)
+    _apply[grid](pixels, *norm, other, *residual_norm, out, *sizes, eps, **APPLY)
+    return images_of(out)
 
 
 def batch_statistics(
     x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, batches: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]; running ones are moved, and the batch is counted."""
-    tiles.check(x, (), (running_mean, running_variance), ("running_mean", "running_variance"))
-    pixels = tiles.pixels_of(x)
-    rows, channels = tiles.size_of(pixels)
-    if rows < 2:
+    pixels = pixels_of(x)
+    if pixels.numel() < 2 * pixels.shape[-1]:
         raise ValueError(f"x has shape {tuple(x.shape)}: one row has no variance; give more, or use model.eval()")
-    share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.MOMENTS)
+    sizes, grid, finish = rows_to_sum(pixels)
+    _, channels, _, chunks = sizes
     part = torch.empty(2, chunks, channels, dtype=torch.float32, device=x.device)
     mean = torch.empty(channels, dtype=torch.float32, device=x.device)
     variance = torch.empty_like(mean)
-    _moments[(programs,)](pixels, part, rows, channels, share, chunks, **tiles.MOMENTS.code())
-    _combine[(ceil_div(channels, tiles.FINISH.channels),)](
-        part, mean, variance, running_mean, running_variance, batches, rows, channels, share, chunks, momentum,
-        **tiles.FINISH.code(),
-    )  # fmt: skip
+    _moments[grid](pixels, part, *sizes, **SUMS)
+    _combine[finish](part, mean, variance, running_mean, running_variance, batches, *sizes, momentum, **FINISH)
     if not torch.compiler.is_compiling():
         for moved in (running_mean, running_variance, batches):
             if moved is not None and not moved.is_inference():
@@ -287,35 +365,36 @@ def norm_act_backward(
 
     ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
     """
-    tiles.check(x, (grad, residual, out), norm + residual_norm, ("grad", "residual", "out", *NAMES))
-    grad, x = tiles.pixels_of(grad), tiles.pixels_of(x)
-    out = None if out is None else tiles.pixels_of(out)
-    other = None if residual is None else tiles.pixels_of(residual)
-    rows, channels = tiles.size_of(x)
+    grad, x = pixels_of(grad), pixels_of(x)
+    out = None if out is None else pixels_of(out)
+    other = None if residual is None else pixels_of(residual)
     totals = None
     affines: Sequence[Tensor | None] = NO_NORM
     if of_batch or affine:
         affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
         kinds = 2 if other is None else 3
-        share, chunks, programs = tiles.rows_to_sum(rows, channels, tiles.SUMS)
+        sums, grid, finish = rows_to_sum(x)
+        _, channels, _, chunks = sums
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
         totals = torch.empty(kinds, channels, dtype=torch.float32, device=x.device)
-        _sums[(programs,)](
-            grad, x, *norm, out, other, *residual_norm[:2], part, rows, channels, share, chunks, eps,
-            **tiles.SUMS.code(),
-        )  # fmt: skip
-        finish = (ceil_div(channels, tiles.FINISH.channels),)
-        _total[finish](part, totals, *affines, channels, chunks, **tiles.FINISH.code())
+        _sums[grid](grad, x, *norm, out, other, *residual_norm[:2], part, *sums, eps, **SUMS)
+        _total[finish](part, totals, *affines, channels, chunks, **FINISH)
     grad_x = torch.empty_like(x)
     grad_other = None if out is None else torch.empty_like(x)
-    share, programs = tiles.rows_to_write(rows, channels, tiles.GRADIENTS)
-    _gradients[(programs,)](
-        grad, x, *norm, out, other, *residual_norm[:3], totals if of_batch else None, grad_x, grad_other, rows,
-        channels, share, eps, **tiles.GRADIENTS.code(),
-    )  # fmt: skip
+    sizes, grid = rows_to_write(x, GRADIENTS)
+    totals = totals if of_batch else None
+    _gradients[grid](
+        grad, x, *norm, out, other, *residual_norm[:3], totals, grad_x, grad_other, *sizes, eps, **GRADIENTS
+    )
     grads = affines if affine else NO_NORM
-    grad_residual = None if grad_other is None else tiles.images_of(grad_other)
-    return tiles.images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
+    grad_residual = None if grad_other is None else images_of(grad_other)
+    return images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
+
+
+@triton.jit
+def greater(a, b):
+    """The greater, or NaN if either is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -394,9 +473,7 @@ def _best_of_row(x, place, column, channel, width, channels, live):
 
 
 @kernel(do_not_specialize=["height", "width", "share"])
-def _max_pool(
-    x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _max_pool(x, out, which, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
@@ -428,16 +505,14 @@ def _load_window(grad, which, place, seen):
 
 
 @triton.jit
-def _share_of_pixel(window, index: tl.constexpr):
+def _given(window, index: tl.constexpr):
     """What a window gives to the pixel of this index."""
     change, chosen = window
     return tl.where(chosen == index, change, 0.0)
 
 
 @kernel(do_not_specialize=["height", "width", "share"])
-def _max_pool_backward(
-    grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = (channel < channels)[None, :]
     here = (column < columns)[:, None] & live
@@ -455,17 +530,12 @@ def _max_pool_backward(
         fourth = _load_window(grad, which, top + inner + channels, beside & below)
         place = grad_x + (image * height + 2 * line) * width * channels + outer
         kind = grad_x.dtype.element_ty
-        tl.store(place, _share_of_pixel(first, 4).to(kind), mask=here)
-        tl.store(place + channels, (_share_of_pixel(first, 5) + _share_of_pixel(second, 3)).to(kind), mask=right)
+        tl.store(place, _given(first, 4).to(kind), mask=here)
+        tl.store(place + channels, (_given(first, 5) + _given(second, 3)).to(kind), mask=right)
         under = 2 * line + 1 < height
         place += width * channels
-        tl.store(place, (_share_of_pixel(first, 7) + _share_of_pixel(third, 1)).to(kind), mask=here & under)
-        corner = (
-            _share_of_pixel(first, 8)
-            + _share_of_pixel(second, 6)
-            + _share_of_pixel(third, 2)
-            + _share_of_pixel(fourth, 0)
-        )
+        tl.store(place, (_given(first, 7) + _given(third, 1)).to(kind), mask=here & under)
+        corner = _given(first, 8) + _given(second, 6) + _given(third, 2) + _given(fourth, 0)
         tl.store(place + channels, corner.to(kind), mask=right & under)
         first, second = third, fourth
 
@@ -474,35 +544,32 @@ def norm_act_pool(
     x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None, bias: Tensor, eps: float
 ) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
-    tiles.check(x, (), (mean, variance, weight, bias), ("mean", "variance", "weight", "bias"))
-    pixels, out, share, programs = _pool_launch(x)
-    _pool[(programs,)](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **tiles.POOL.code())
+    pixels, out, share, grid = _pool_launch(x)
+    _pool[grid](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **POOL)
     return out.permute(0, 3, 1, 2)
 
 
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
-    pixels, out, share, programs = _pool_launch(x)
+    pixels, out, share, grid = _pool_launch(x)
     which = torch.empty_like(out, dtype=torch.uint8)
-    _max_pool[(programs,)](pixels, out, which, *pixels.shape[1:], share, **tiles.POOL.code())
+    _max_pool[grid](pixels, out, which, *pixels.shape[1:], share, **POOL)
     return out.permute(0, 3, 1, 2), which.permute(0, 3, 1, 2)
 
 
 def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
     """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
-    grad, which = tiles.pixels_of(grad), tiles.pixels_of(which)
+    grad, which = pixels_of(grad), pixels_of(which)
     images, lines, columns, channels = grad.shape
     grad_x = grad.new_empty(images, height, width, channels)
-    share, programs = tiles.lines_to_pool(images, lines, columns, channels)
-    _max_pool_backward[(programs,)](grad, which, grad_x, height, width, channels, share, **tiles.POOL.code())
+    share, grid = lines_to_pool(images, lines, columns, channels)
+    _max_pool_backward[grid](grad, which, grad_x, height, width, channels, share, **POOL)
     return grad_x.permute(0, 3, 1, 2)
 
 
-def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, int, tuple[int]]:
     """Images [N, H, W, C], memory for what is pooled of them, and (lines of a program, programs)."""
-    if x.dim() != 4:
-        raise ValueError(f"x has shape {tuple(x.shape)}, expected images [N, C, H, W]")
-    pixels = tiles.pixels_of(x)
+    pixels = pixels_of(x)
     images, height, width, channels = pixels.shape
-    out = pixels.new_empty(images, (height + 1) // 2, (width + 1) // 2, channels)
-    return pixels, out, *tiles.lines_to_pool(*out.shape)
+    out = pixels.new_empty(images, ceil_div(height, 2), ceil_div(width, 2), channels)
+    return pixels, out, *lines_to_pool(*out.shape)

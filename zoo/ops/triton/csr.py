@@ -1,16 +1,12 @@
-"""Sums and maxima over compressed sparse rows with their gradients, and draws without replacement.
+"""Sums over compressed sparse rows with their gradients, and draws without replacement.
 
-A program reduces ``ROWS`` rows, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Sums are in
-float32, an edge slot each, and the slots are added at the end. There are no atomics: the same bits at every run. Long
+A program sums ``ROWS`` rows in float32, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Long
 rows are cut into chunks (see zoo/ops/csr.py): the first programs of a launch leave partial results of chunks, the
-others skip long rows, and a second kernel merges the chunks of each long row in order.
-
-Offsets are 64 bits wide; indices are int32 or int64.
+others skip long rows, and a second kernel merges the chunks of each long row in order. There are no atomics: the same
+bits at every run. Offsets are 64 bits wide; indices are int32 or int64.
 
 Shape legend: R rows, S gathered nodes, E edges, X chunks, L long rows, H heads, C channels.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,7 +16,6 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import MOST_AT_ONCE, Own, Rows
-from zoo.ops.triton.tiles import greater
 
 # Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
 L2_BYTES = 50 * 2**20
@@ -69,69 +64,59 @@ def written(program, slot, num_chunks, SLOTS: tl.constexpr):
     return (program - num_chunks) * SLOTS + slot
 
 
-class Blocks(NamedTuple):
-    """How a launch is cut: rows of a program and edges of each at a step, columns of a tile, warps."""
-
-    rows: int
-    edges: int
-    columns: int
-    warps: int
-
-    def grid(self, rows: Rows, channels: int) -> tuple[int, int]:
-        """Programs of a launch: those that take a chunk each, those that take rows, and tiles of columns."""
-        number, num_chunks, _ = rows.limits
-        return num_chunks + ceil_div(number, self.rows), ceil_div(channels, self.columns)
-
-    def code(self) -> dict[str, int]:
-        """As a launch takes them."""
-        return {"ROWS": self.rows, "EDGES": self.edges, "COLUMNS": self.columns, "num_warps": self.warps}
-
-
 def partial_of(rows: Rows, x: Tensor, *shape: int) -> Tensor | None:
     """Memory for a result [X, ...] of each chunk, if there are any."""
     return None if rows.chunks is None else x.new_empty(rows.chunks.shape[0], *shape, dtype=torch.float32)
 
 
-def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> Blocks:
-    """Block sizes by columns, bytes a value and gathered nodes, measured on an H200: autotuning delays first calls.
+def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> dict[str, int]:
+    """Rows of a program, edges of each at a step, and columns, by bytes a value and gathered nodes.
 
-    Wide features are taken in strips of 128 bytes, all rows before the next strip: a strip of some hundred thousand
-    nodes stays in the L2 cache. Very wide ones are taken in strips of 256 bytes, since every strip reads the edges once
-    more; and where no strip stays in the cache, as much of a row as there is. Programs are one warp with 8 to 32 values
-    a thread in flight: larger tiles lower the occupancy and lose by factors.
+    Measured on an H200: autotuning delays first calls. Wide features are taken in strips of 128 bytes, all rows before
+    the next strip: a strip of some hundred thousand nodes stays in the L2 cache. Very wide ones are taken in strips of
+    256 bytes, since every strip reads the edges once more; and where no strip stays in the cache, as much of a row as
+    there is. Programs are one warp with 8 to 32 values a thread in flight: larger tiles lower the occupancy.
     """
-    strip = 128 // itemsize
-    small = next_power(channels)
+    strip, small = 128 // itemsize, next_power(channels)
     if nodes * 128 > L2_BYTES and channels >= 32:
         if small <= 64:
-            return Blocks(2, 2 if small == strip else 4, small, 1)
-        # In half precision a row that is no whole vectors of 16 bytes takes more loads, which want to be in flight.
-        return Blocks(1, 4 if itemsize > 2 or channels * itemsize % 16 else 2, 128, 1)
-    if channels * itemsize > 1024:
-        return Blocks(2, 4, 64, 1) if itemsize > 2 else Blocks(1, 8, 128, 1)
-    columns = small if channels < 2 * strip else strip
-    if columns >= 32:
-        return Blocks(4, 2 if itemsize > 2 else 4, columns, 1)
-    edges = 4 if columns == 16 else 8
-    return Blocks(min(512 // (edges * columns), 16), edges, columns, 1)
+            rows, edges, columns = 2, 2 if small == strip else 4, small
+        else:
+            # In half precision a row that is no whole vectors of 16 bytes takes more loads, to be in flight together.
+            rows, edges, columns = 1, 4 if itemsize > 2 or channels * itemsize % 16 else 2, 128
+    elif channels * itemsize > 1024:
+        rows, edges, columns = (2, 4, 64) if itemsize > 2 else (1, 8, 128)
+    else:
+        columns = small if channels < 2 * strip else strip
+        if columns >= 32:
+            rows, edges = 4, 2 if itemsize > 2 else 4
+        else:
+            edges = 4 if columns == 16 else 8
+            rows = min(512 // (edges * columns), 16)
+    return {"ROWS": rows, "EDGES": edges, "COLUMNS": columns, "num_warps": 1}
 
 
-def merge_tile(channels: int) -> tuple[int, int, int]:
-    """(chunks, columns, warps) of a program that merges chunks: many a step, since few programs hide the latency."""
+def grid_of(rows: Rows, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
+    """Programs of a launch: those that take a chunk each, those that take rows, and tiles of columns."""
+    number, num_chunks, _ = rows.limits
+    return num_chunks + ceil_div(number, blocks["ROWS"]), ceil_div(channels, blocks["COLUMNS"])
+
+
+def merge_tile(channels: int) -> dict[str, int]:
+    """Of a program that merges chunks, many a step, since few programs hide the latency."""
     columns = min(next_power(channels), 8)
-    return 16384 // columns, columns, 16
+    return {"CHUNKS": 16384 // columns, "COLUMNS": columns, "num_warps": 16}
 
 
-def merge_grid(long_rows: Tensor) -> int:
+def merge_grid(long_rows: Tensor, channels: int, tile: dict[str, int]) -> tuple[int, int]:
     """Programs over a table of long rows, which is mostly empty: a program takes rows until it meets an empty one."""
-    return min(long_rows.shape[0], 256)
+    return min(long_rows.shape[0], 256), ceil_div(channels, tile["COLUMNS"])
 
 
 @triton.jit
 def _finish(
-    result, row, whole, column, row_scale, bias, x, own_rows, out,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    OUT_COLUMN: tl.constexpr,
+    result, row, whole, column, row_scale, bias, x, own_rows, out, CHANNELS: tl.constexpr, READABLE: tl.constexpr,
+    STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
     mask = whole[:, None] & (column < CHANNELS)[None, :]
@@ -152,20 +137,16 @@ def _finish(
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size", "own_rows"])
 def _csr_sum(
-    x, index, pointers, weight, gather_scale, row_scale, bias, maxima, own_values, chunks, out, partial,
-    rows, num_chunks, chunk_size, own_rows,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial, rows, num_chunks, chunk_size,
+    own_rows, CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     readable = column < READABLE
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
-    row, first, end, whole, used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
-    if maxima is not None:
-        there = used[:, None] & inside[None, :]
-        own = tl.load(own_values + (row * STRIDE)[:, None] + column[None, :], mask=there, other=0.0)[:, None, :]
+    _row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
     total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
@@ -177,11 +158,7 @@ def _csr_sum(
             node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
         place = (node * STRIDE)[:, :, None] + column[None, None, :]
         mask = live[:, :, None] & readable[None, None, :]
-        if maxima is not None:
-            greatest = tl.load(maxima + place, mask=mask, other=0.0)
         value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        if maxima is not None:
-            value = tl.where(own == greatest, value, 0.0)
         if weight is not None:
             value *= tl.load(weight + edge, mask=live, other=0.0).to(tl.float32)[:, :, None]
         if gather_scale is not None:
@@ -224,39 +201,16 @@ def _merge_sums(
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
 
-@kernel(do_not_specialize=["edges"])
-def _edge_dot(
-    x, grad, source, destination, out, edges,
-    CHANNELS: tl.constexpr, X_STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, EDGES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    edge = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
-    live = edge < edges
-    start = tl.load(source + edge, mask=live, other=0).to(tl.int64)
-    stop = tl.load(destination + edge, mask=live, other=0).to(tl.int64)
-    total = tl.zeros([EDGES, COLUMNS], tl.float32)
-    for begin in range(0, CHANNELS, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (column < CHANNELS)[None, :]
-        a = tl.load(x + (start * X_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(grad + (stop * GRAD_STRIDE)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += a * b
-    result = tl.sum(total, 1)
-    tl.store(out + edge, result.to(out.dtype.element_ty), mask=live)
-
-
 def csr_sum(
     x: Tensor, rows: Rows, weight: Tensor | None = None, gather_scale: Tensor | None = None,
     row_scale: Tensor | None = None, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
-    out: Tensor | None = None, out_column: int = 0, maxima: Tensor | None = None, own_values: Tensor | None = None,
+    out: Tensor | None = None, out_column: int = 0,
 ) -> Tensor:  # fmt: skip
     """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
     Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="add"`` x is [S, 2 W] and its
     second half is added to the sums; with ``own="concat"`` x is put beside them: [R, 2 C]. Rows that x has not are
     zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
-    For the gradient of ``csr_max`` over the transpose, x and maxima are [D, C]: a row of own_values [R, C] takes the
-    shares x of those maxima that it reaches.
     """
     x, number = x.contiguous(), rows.limits[0]
     readable = x.shape[1] // 2 if own == "add" else x.shape[1]
@@ -267,11 +221,10 @@ def csr_sum(
         return out
     blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
     partial = partial_of(rows, x, channels)
-    _csr_sum[blocks.grid(rows, channels)](
-        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, maxima, own_values, rows.chunks, out,
-        partial, *rows.limits, x.shape[0],
-        CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
-        OUT_COLUMN=out_column, **blocks.code(),
+    _csr_sum[grid_of(rows, channels, blocks)](
+        x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial, *rows.limits,
+        x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
+        OUT_COLUMN=out_column, **blocks,
     )  # fmt: skip
     if partial is not None:
         merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable)
@@ -287,133 +240,12 @@ def merge_sums(
 ) -> None:  # fmt: skip
     """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
     assert rows.long_rows is not None
-    channels, number = partial.shape[1], rows.long_rows.shape[0]
-    chunks, columns, warps = merge_tile(channels)
-    stride, own_rows = (0, 0) if x is None else (x.shape[1], x.shape[0])
-    _merge_sums[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
-        partial, rows.long_rows, row_scale, bias, x, out, number, own_rows,
-        CHANNELS=channels, READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
-        CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+    channels, tile = partial.shape[1], merge_tile(partial.shape[1])
+    own_rows, stride = (0, 0) if x is None else x.shape
+    _merge_sums[merge_grid(rows.long_rows, channels, tile)](
+        partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows, CHANNELS=channels,
+        READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **tile,
     )  # fmt: skip
-
-
-def edge_dot(x: Tensor, grad: Tensor, source: Tensor, destination: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """The first channels of x [S, ...] times those of grad [D, ...], summed, for each edge: [E]."""
-    x, grad = x.contiguous(), grad.contiguous()
-    edges = source.shape[0]
-    out = x.new_empty(edges, dtype=dtype)
-    if not edges:
-        return out
-    columns = min(next_power(channels), 256)
-    tile = max(4096 // columns, 16)
-    _edge_dot[(ceil_div(edges, tile),)](
-        x, grad, source, destination, out, edges, CHANNELS=channels, X_STRIDE=x.shape[1], GRAD_STRIDE=grad.shape[1],
-        EDGES=tile, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-@kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
-def _csr_max(
-    x, index, pointers, chunks, out, ties, partial, partial_ties, rows, num_chunks, chunk_size,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < CHANNELS
-    program = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, ROWS)
-    _row, first, end, whole, _used, piece = span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, ROWS)
-    greatest = tl.full([ROWS, EDGES, COLUMNS], float("-inf"), tl.float32)
-    equal = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
-    longest = tl.max(end - first, 0).to(tl.int32)
-    for offset in range(0, longest, EDGES):
-        edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
-        live = edge < end[:, None]
-        node = tl.load(index + edge, mask=live, other=0).to(tl.int64)
-        place = (node * CHANNELS)[:, :, None] + column[None, None, :]
-        mask = live[:, :, None] & inside[None, None, :]
-        value = tl.load(x + place, mask=mask, other=float("-inf")).to(tl.float32)
-        top = greater(greatest, value)
-        if ties is not None:
-            equal = tl.where(greatest == top, equal, 0.0) + tl.where(mask & (value == top), 1.0, 0.0)
-        greatest = top
-    result = tl.reduce(greatest, 1, greater)
-    place = (written(program, slot, num_chunks, ROWS) * CHANNELS)[:, None] + column[None, :]
-    if ties is not None:
-        count = tl.sum(tl.where(greatest == result[:, None, :], equal, 0.0), 1)
-    if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
-        if piece:
-            top = tl.reduce(result, 0, greater)
-            tl.store(partial + program * CHANNELS + column, top, mask=inside)
-            if ties is not None:
-                all_count = tl.sum(tl.where(result == top[None, :], count, 0.0), 0)
-                tl.store(partial_ties + program * CHANNELS + column, all_count, mask=inside)
-    if ties is not None:
-        # torch's scatter_reduce starts from zeros, and counts its start among the ties.
-        count += tl.where(result == 0.0, 1.0, 0.0)
-        tl.store(ties + place, count, mask=whole[:, None] & inside[None, :])
-    result = tl.where((end > first)[:, None], result, 0.0)
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=whole[:, None] & inside[None, :])
-
-
-@kernel(do_not_specialize=["num_rows"])
-def _merge_maxima(
-    partial, partial_ties, long_rows, out, ties, num_rows,
-    CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < CHANNELS
-    number = tl.program_id(0)
-    row = tl.load(long_rows + number * 3)
-    while row >= 0:
-        first = tl.load(long_rows + number * 3 + 1)
-        end = tl.load(long_rows + number * 3 + 2)
-        greatest = tl.full([CHUNKS, COLUMNS], float("-inf"), tl.float32)
-        equal = tl.zeros([CHUNKS, COLUMNS], tl.float32)
-        for offset in range(0, (end - first).to(tl.int32), CHUNKS):
-            chunk = first + offset + tl.arange(0, CHUNKS)
-            place = (chunk * CHANNELS)[:, None] + column[None, :]
-            mask = (chunk < end)[:, None] & inside[None, :]
-            value = tl.load(partial + place, mask=mask, other=float("-inf"))
-            top = greater(greatest, value)
-            if ties is not None:
-                count = tl.load(partial_ties + place, mask=mask, other=0.0)
-                equal = tl.where(greatest == top, equal, 0.0) + tl.where(value == top, count, 0.0)
-            greatest = top
-        result = tl.reduce(greatest, 0, greater)
-        if ties is not None:
-            count = tl.sum(tl.where(greatest == result[None, :], equal, 0.0), 0)
-            count += tl.where(result == 0.0, 1.0, 0.0)
-            tl.store(ties + row * CHANNELS + column, count, mask=inside)
-        tl.store(out + row * CHANNELS + column, result.to(out.dtype.element_ty), mask=inside)
-        number += tl.num_programs(0)
-        row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
-
-
-def csr_max(x: Tensor, rows: Rows, count_ties: bool) -> tuple[Tensor, Tensor]:
-    """Greatest of gathered rows, x [S, C] -> [R, C], and how many edges reach it, [R, C] float32 (or [0])."""
-    x = x.contiguous()
-    number, channels = rows.limits[0], x.shape[1]
-    out = x.new_empty(number, channels)
-    ties = x.new_empty((number, channels) if count_ties else (0,), dtype=torch.float32)
-    if not out.numel():
-        return out, ties
-    blocks = choose_blocks(channels, x.element_size(), x.shape[0])
-    partial = partial_of(rows, x, channels)
-    partial_ties = None if partial is None or not count_ties else torch.empty_like(partial)
-    given_ties = ties if count_ties else None
-    _csr_max[blocks.grid(rows, channels)](
-        x, rows.nodes, rows.pointers, rows.chunks, out, given_ties, partial, partial_ties, *rows.limits,
-        CHANNELS=channels, **blocks.code(),
-    )  # fmt: skip
-    if rows.long_rows is not None:
-        chunks, columns, warps = merge_tile(channels)
-        chunks //= 2  # of which it holds the greatest, and how many there are
-        _merge_maxima[(merge_grid(rows.long_rows), ceil_div(channels, columns))](
-            partial, partial_ties, rows.long_rows, out, given_ties, rows.long_rows.shape[0],
-            CHANNELS=channels, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
-        )  # fmt: skip
-    return out, ties
 
 
 # Places that a program holds in registers, 16 a thread: of two nodes at least.
@@ -421,9 +253,7 @@ _HELD = 2 * MOST_AT_ONCE
 
 
 @kernel(do_not_specialize=["nodes"])
-def _distinct(
-    degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr
-):  # fmt: skip
+def _distinct(degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.constexpr, NODES: tl.constexpr):
     node = tl.program_id(0).to(tl.int64) * NODES + tl.arange(0, NODES)
     inside = node < nodes
     column = tl.arange(0, COLUMNS)

@@ -4,9 +4,8 @@ Features and scores of a node lie in one row of a table, so that an edge gathers
 only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it costs the gradients digits
 where scores are large: at scores of 100 they have four or five.
 
-The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient,
-for the gradients of the features and of the edge's weight. The rest of the softmax's backward is a value for each edge
-and head, summed by rows, and once more by sources.
+The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient.
+The rest of the softmax's backward is a value for each edge and head, summed by rows, and once more by sources.
 
 A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
 
@@ -22,7 +21,8 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import Rows
-from zoo.ops.triton.csr import choose_blocks, csr_sum, merge_grid, merge_sums, merge_tile, partial_of, span, written
+from zoo.ops.triton import csr
+from zoo.ops.triton.csr import csr_sum, span, written
 
 
 @triton.jit
@@ -253,10 +253,10 @@ def _gat_backward(
 def _softmax_backward(
     table, a_destination, lse, delta, index, permutation, pointers, chunks, moved, grad_table, partial,
     rows, num_chunks, chunk_size, slope: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
-    head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    head = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = head < HEADS
     program = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, ROWS)
@@ -265,7 +265,7 @@ def _softmax_backward(
     A_STRIDE: tl.constexpr = STRIDE if a_destination is None else HEADS
     a_source, a_destination = _scores(table, a_destination, HEADS, CHANNELS)
     own = tl.load(a_source + (row * STRIDE)[:, None] + head[None, :], mask=mask, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, EDGES, HEAD_BLOCK], tl.float32)
+    total = tl.zeros([ROWS, EDGES, COLUMNS], tl.float32)
     longest = tl.max(end - first, 0).to(tl.int32)
     for offset in range(0, longest, EDGES):
         edge = first[:, None] + (offset + tl.arange(0, EDGES))[None, :]
@@ -293,10 +293,7 @@ def _softmax_backward(
 
 
 def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
-    """Edges of a step, heads of a program, channels held and those of the tail, and warps of a launch.
-
-    Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size.
-    """
+    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
@@ -319,18 +316,17 @@ def gat(
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
-        partial, stats = partial_of(rows, table, heads * channels), partial_of(rows, table, heads, 2)
+        partial, stats = csr.partial_of(rows, table, heads * channels), csr.partial_of(rows, table, heads, 2)
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
-            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats,
-            *rows.limits, slope, dropout, _keep_scale(dropout),
+            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats, *rows.limits,
+            slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0,
             HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
-            chunks, columns, warps = merge_tile(channels)
-            grid = merge_grid(rows.long_rows), ceil_div(channels, columns), 1 if average_here else heads
-            _merge_attention[grid](
+            merged = csr.merge_tile(channels)
+            _merge_attention[(*csr.merge_grid(rows.long_rows, channels, merged), 1 if average_here else heads)](
                 partial, stats, rows.long_rows, out, lse, rows.long_rows.shape[0],
-                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, CHUNKS=chunks, COLUMNS=columns, num_warps=warps,
+                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, **merged,
             )  # fmt: skip
     if average and not average_here:
         out = out.view(number, heads, channels).mean(1)
@@ -347,33 +343,29 @@ def gat_backward(
     number, tile = transpose.limits[0], choose_tile(heads, channels)
     grad_table = torch.empty_like(table)
     moved = table.new_empty(permutation.shape[0], heads, dtype=torch.float32)
-    partial, partial_a = partial_of(transpose, table, heads * channels), partial_of(transpose, table, heads)
+    partial, partial_a = csr.partial_of(transpose, table, heads * channels), csr.partial_of(transpose, table, heads)
     if number:
         _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
-            grad_table, moved, partial, *transpose.limits, slope, dropout, _keep_scale(dropout),
-            1.0 / heads if average else 1.0, HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1],
-            GRAD_STRIDE=grad.shape[1], GRAD_HEAD_STRIDE=0 if average else channels, **tile,
+            grad_table, moved, partial, *transpose.limits, slope, dropout,
+            1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, 1.0 / heads if average else 1.0, HEADS=heads,
+            CHANNELS=channels, STRIDE=table.shape[1], GRAD_STRIDE=grad.shape[1],
+            GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
-            merge_sums(partial, transpose, grad_table)
+            csr.merge_sums(partial, transpose, grad_table)
     by_edge = rows._replace(nodes=None)
     delta = csr_sum(moved, by_edge)
     if number:
-        blocks = choose_blocks(heads, itemsize=4)
-        _softmax_backward[blocks.grid(transpose, heads)](
+        blocks = csr.choose_blocks(heads, itemsize=4)
+        _softmax_backward[csr.grid_of(transpose, heads, blocks)](
             table, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
             moved, grad_table, partial_a, *transpose.limits, slope, HEADS=heads, CHANNELS=channels,
-            STRIDE=table.shape[1],
-            ROWS=blocks.rows, EDGES=blocks.edges, HEAD_BLOCK=blocks.columns, num_warps=blocks.warps,
+            STRIDE=table.shape[1], **blocks,
         )  # fmt: skip
         if partial_a is not None:
-            merge_sums(partial_a, transpose, grad_table, heads * channels)
+            csr.merge_sums(partial_a, transpose, grad_table, heads * channels)
     if a_destination is None:
         csr_sum(moved, by_edge, out=grad_table, out_column=heads * (channels + 1))
         return grad_table, None
     return grad_table, csr_sum(moved, by_edge, out=torch.empty_like(a_destination))
-
-
-def _keep_scale(dropout: float) -> float:
-    return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0

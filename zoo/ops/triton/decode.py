@@ -6,13 +6,12 @@ waits for that one's end (``gdc_wait``) before it touches what any kernel writes
 Kernels right before a step may not write weights; in a model an embedding lookup stands there.
 
 Each product reads every weight row once, fused with the norm, the activation and the residual add around it. A program
-takes a few rows of the weight, whole ones in registers where they fit, whose loads are issued first. A product lets the
-next kernel start at once; attention lets it start late, so that loads of later weights do not delay its own.
+takes a few rows of the weight, whole ones in registers where they fit. A product lets the next kernel start at once;
+attention lets it start late, so that loads of later weights do not delay its own.
 
-Attention is split over the slots, as in flash decoding, with norms of heads, rotation and the cache's write in the same
-kernel. The filled part of a row's cache, whose length is read on the device, is split evenly over some programs. A
-program holds all queries of one key head. A second kernel merges the partial softmaxes in their order: the same bits at
-every run. Two more kernels take the greedy token of each row and prepare the next step.
+Attention is split over the slots, as in flash decoding. The filled part of a row's cache, whose length is read on the
+device, is split evenly over some programs, each with all queries of one key head. A second kernel merges the partial
+softmaxes in their order: the same bits at every run. Two more kernels take the greedy token of each row.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
@@ -30,10 +29,8 @@ from zoo.engine.kernel import kernel
 from zoo.engine.traced import traced_to_run
 from zoo.ops.common import ceil_div, next_power
 
-# Slots that a program takes at a step.
-BLOCK = 64
-# Programs that fill a large GPU.
-ENOUGH = 264
+# Slots that a program takes at a step, and programs that fill a large GPU.
+BLOCK, ENOUGH = 64, 264
 
 
 @triton.jit
@@ -52,8 +49,7 @@ def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: 
 @kernel
 def _attend(
     qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
-    window,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -77,7 +73,7 @@ def _attend(
     keys = cache + (batch * KEY_HEADS + key_head) * slots * D
     values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
     if (first <= position) & (position < end) & (position == given):
-        # The new token belongs to this part: into the cache with it, from where the loop below reads it as all others.
+        # The new token belongs to this part, whose loop below reads it from the cache as all others.
         one = tl.arange(0, 1)
         source = row + (HEADS + key_head) * D
         left, right = _rotated(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
@@ -139,9 +135,6 @@ def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PART
     tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
 
 
-_HAS_WAIT = hasattr(tl.extra.cuda, "gdc_wait")  # from Triton 3.4 on
-
-
 def can_overlap(device: torch.device) -> bool:
     """Whether kernels here begin while the one before them ends. Inductor of torch 2.11 would not launch them so."""
     if torch.compiler.is_dynamo_compiling():
@@ -151,7 +144,7 @@ def can_overlap(device: torch.device) -> bool:
 
 def _has_dependent_launch(device: torch.device) -> bool:
     on_cuda = device.type == "cuda" and torch.version.hip is None
-    return on_cuda and _HAS_WAIT and torch.cuda.get_device_properties(device).major >= 9
+    return on_cuda and torch.cuda.get_device_properties(device).major >= 9
 
 
 _is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
@@ -172,14 +165,12 @@ def decode_attention(
     early = {"launch_pdl": True} if overlap else {}
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
-        slots if window is None else window,
-        HEADS=heads, KEY_HEADS=key_heads, D=width, GROUP=max(next_power(heads // key_heads), 16),
-        PARTS=parts, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, **early,
+        slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
+        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, **early,
     )  # fmt: skip
     _merge[(batch * heads,)](
-        partial, stats, out,
-        D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=overlap, num_warps=4, **early,
-    )  # fmt: skip
+        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=overlap, num_warps=4, **early
+    )
     return out
 
 
@@ -215,9 +206,8 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
 
 @kernel
 def _linear(
-    x, norm, weight, bias, residual, out, eps: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
-    GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    x, norm, weight, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
@@ -244,8 +234,7 @@ def _linear(
 
 # Bytes of the weight that a thread holds at once, and programs that keep a large GPU busy: measured on an H200, for the
 # whole chain of a step, since what is best for a kernel alone is not best for those that overlap.
-THREAD_BYTES = 128
-ENOUGH_ROWS = 1600
+THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 
 def linear(

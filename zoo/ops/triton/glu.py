@@ -150,9 +150,7 @@ def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @kernel(do_not_specialize=["rows"])
-def _gated_gelu_backward(
-    grad, x, bias, out, part, rows, columns, SUMMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _gated_gelu_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     mine = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
@@ -175,13 +173,11 @@ def _gated_gelu_backward(
         of_value, of_gate = change * opened, change * value * slope
         tl.store(out + wide, of_value.to(out.dtype.element_ty), mask=seen)
         tl.store(out + columns + wide, of_gate.to(out.dtype.element_ty), mask=seen)
-        if SUMMED:
-            values += of_value
-            gates += of_gate
-    if SUMMED:
-        part += mine * (2 * columns) + column
-        tl.store(part, tl.sum(values, 0), mask=live)
-        tl.store(part + columns, tl.sum(gates, 0), mask=live)
+        values += of_value
+        gates += of_gate
+    part += mine * (2 * columns) + column
+    tl.store(part, tl.sum(values, 0), mask=live)
+    tl.store(part + columns, tl.sum(gates, 0), mask=live)
 
 
 @kernel(do_not_specialize=["rows", "channels", "columns"])
@@ -218,22 +214,18 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return out
 
 
-def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, summed: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the output [..., I] -> of x [..., 2 I] and, if summed, of the bias [2 I]."""
+def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of the output [..., I] -> of x [..., 2 I] and of the bias [2 I]."""
     grad, x, columns = grad.contiguous(), x.contiguous(), grad.shape[-1]
-    out, grad_bias = torch.empty_like(x), bias.new_empty(2 * columns) if summed else None
-    rows = grad.numel() // max(columns, 1)
-    across = ceil_div(columns, GATE_COLUMNS)
+    out, grad_bias = torch.empty_like(x), bias.new_empty(2 * columns)
+    rows, across = grad.numel() // max(columns, 1), ceil_div(columns, GATE_COLUMNS)
     parts = max(1, min(ceil_div(rows, GATE_ROWS), PROGRAMS // max(across, 1)))
-    # Where nothing is summed a tensor that is not written stands for the parts.
-    part = out if grad_bias is None else x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
+    part = x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
     if columns:
         _gated_gelu_backward[(across, parts)](
-            grad, x, bias.contiguous(), out, part, rows, columns, SUMMED=summed, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS,
-            num_warps=8,
-        )  # fmt: skip
-        if grad_bias is not None:
-            add_parts(part, grad_bias)
+            grad, x, bias.contiguous(), out, part, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=8
+        )
+        add_parts(part, grad_bias)
     return out, grad_bias
 
 

@@ -1,19 +1,18 @@
 """Group norm of channels_last images, with a shift or a concatenation before it and SiLU behind it, and its gradients.
 
 Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A step is as many
-whole pixels as there are threads for, and a tile is some steps: a thread has the same channels in all of them.
+whole pixels as there are threads for, and a tile is some steps: a thread has the same channels in all of them. Other
+images take two launches, so that the whole GPU reads each of them:
 
-Other images take two launches, so that the whole GPU reads each of them:
-
-    1. mean and sum of squared deviations of some groups, over a chunk of pixels
-    2. the chunks merged in their order; the same pixels again, normalised
+    partial      mean and sum of squared deviations of some groups, over a chunk of pixels
+    apply        the chunks merged in their order; the same pixels again, normalised
 
 Both save the mean and the rstd of each group for the backward, which takes three launches:
 
-    1. over a chunk of pixels, sums of the gradient before the affine part, of it times the normalised pixel, and of the
-       normalised pixel, for each channel
-    2. the chunks added: the terms that a group's pixels share, and the gradients of shift, weight and bias
-    3. the gradient of each pixel; two images that were concatenated get a gradient each
+    sums         over a chunk of pixels: of the gradient before the affine part, of it times the normalised pixel, and
+                 of the normalised pixel, for each channel
+    finish       the chunks added: the terms that a group's pixels share, and the gradients of shift, weight and bias
+    gradients    of each pixel; two images that were concatenated get a gradient each
 
 Means and deviations are merged as Chan's are, so that a group whose mean is far from zero keeps its variance. A program
 takes as many whole groups as fit its block, and loads the next pixels before it computes with those it has. Sizes are
@@ -33,22 +32,16 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.tiles import total_of
 
-# Channels that a program holds, where groups are not wider.
-BLOCK = 128
+# Channels that a program holds, where groups are not wider; chunks of an image at most, which are put together at once;
+# and programs that a large GPU holds at a time.
+BLOCK, CHUNKS, ENOUGH = 128, 64, 528
 # Pixels and channels that a program reads at once: 4 vectors of 8 numbers a thread.
 TILE, WARPS, STEPS = 4096, 4, 4
-# Chunks of an image at most: all are put together at once.
-CHUNKS = 64
-# Programs that a large GPU holds at a time.
-ENOUGH = 528
 
 
 @triton.jit
 def _load(x, skip, row, end, channel, live, first, channels, begin, both):
-    """Pixels [ROWS] of channels [BLOCK] from ``begin`` on, as they are: those from ``first`` on come from ``skip``.
-
-    Those of a program are mostly of one of the two: ``both`` says of few that they are of both.
-    """
+    """Pixels [ROWS] of channels [BLOCK] from ``begin`` on; those from ``first`` on come from ``skip``, few of both."""
     inside = (row < end)[:, None]
     source = tl.where(begin < first, x, skip)
     width = tl.where(begin < first, first, channels - first)
@@ -61,6 +54,18 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
     return value
 
 
+@triton.jit
+def _block_of(channels, first, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a program: columns [BLOCK] and their number, channels [BLOCK] and the first, which are there, if of both."""
+    width = units * UNIT
+    column = tl.arange(0, BLOCK)
+    left = tl.program_id(1) * width
+    channel = left + column
+    live = (column < width) & (channel < channels)
+    both = (left < first) & (left + width > first) & (first < channels)
+    return column, width, channel, left, live, both
+
+
 @kernel(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks"])
 def _partial(
     x, skip, shift, part, shift_stride, shifted, pixels, channels, first, size, units, groups, rows, chunks,
@@ -69,20 +74,14 @@ def _partial(
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
-    width = units * UNIT
-    column = tl.arange(0, BLOCK)
-    left = tl.program_id(1) * width
-    channel = left + column
-    live = (column < width) & (channel < channels)
-    both = (left < first) & (left + width > first) & (first < channels)
+    column, width, channel, left, live, both = _block_of(channels, first, units, UNIT, BLOCK)
     x += image * pixels * first
     skip += image * pixels * (channels - first)
     begin = chunk * rows
     end = tl.minimum(begin + rows, pixels)
     row = begin + tl.arange(0, ROWS * STEPS)
     following = _load(x, skip, row, end, channel, live, first, channels, left, both)
-    # A shift of all pixels moves the mean and nothing else. It is read by each row, as pixels are: then it lies where
-    # it is needed.
+    # A shift of all pixels moves the mean and nothing else. Each row reads it, as it does pixels: it lies where needed.
     place = tl.broadcast_to(image * shift_stride + channel[None, :], [ROWS, BLOCK])
     moved = tl.load(shift + place, mask=(live & (channel < shifted))[None, :], other=0.0).to(tl.float32)
     # Each thread sums what its pixels are apart from the first of them. That is one of their number, so that their
@@ -123,19 +122,13 @@ def _partial(
 
 @kernel(do_not_specialize=["pixels", "size", "units", "groups", "rows", "chunks", "silu"])
 def _apply(
-    x, skip, shift, weight, bias, part, out, joined, stats, shift_stride, shifted, pixels, channels, first, size,
-    units, groups, rows, chunks, kept, eps: tl.constexpr, silu,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    x, skip, shift, weight, bias, part, out, joined, stats, shift_stride, shifted, pixels, channels, first, size, units,
+    groups, rows, chunks, kept, eps: tl.constexpr, silu, UNIT: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     image = tl.program_id(2).to(tl.int64)
-    width = units * UNIT
-    column = tl.arange(0, BLOCK)
-    left = tl.program_id(1) * width
-    channel = left + column
-    live = (column < width) & (channel < channels)
-    both = (left < first) & (left + width > first) & (first < channels)
+    column, width, channel, left, live, both = _block_of(channels, first, units, UNIT, BLOCK)
     x += image * pixels * first
     skip += image * pixels * (channels - first)
     out += image * pixels * channels
@@ -181,25 +174,20 @@ def _apply(
         tl.store(out + place, activated(normed, silu).to(out.dtype.element_ty), mask=seen)
 
 
-def _groups_of_a_block(size: int, groups: int) -> tuple[int, int, int]:
-    """(groups, unit of their width, channels) of a program: as many whole groups as fit, in whole vectors if any."""
-    block = max(BLOCK, next_power(size))
-    most = min(block // size, groups)
-    for unit in (8, 4, 2):
-        together = unit // math.gcd(unit, size)  # groups that are whole vectors
-        count = most // together * together
-        # Lines that begin on a vector are worth some lanes that have nothing to do.
-        if 2 * count > most:
-            return count, unit, block
-    return most, 1, block
-
-
 def launch_plan(
     images: int, pixels: int, channels: int, groups: int
 ) -> tuple[int, int, tuple[int, int], dict[str, int]]:
     """Rows of a chunk, vectors of a program, its chunks and blocks, and the constants of both kernels."""
     size = channels // groups
-    count, unit, block = _groups_of_a_block(size, groups)
+    block = max(BLOCK, next_power(size))
+    # As many whole groups as fit. Lines that begin on a vector are worth some lanes that have nothing to do.
+    most = min(block // size, groups)
+    count, unit = most, 1
+    for vector in (8, 4, 2):
+        together = vector // math.gcd(vector, size)  # groups that are whole vectors
+        if 2 * (most // together * together) > most:
+            count, unit = most // together * together, vector
+            break
     blocks = ceil_div(groups, count)
     rows_at_once = max(1, TILE // STEPS // block)
     wanted = max(1, min(CHUNKS, ENOUGH // (images * blocks)))
@@ -208,12 +196,12 @@ def launch_plan(
     return rows, count * size // unit, (ceil_div(pixels, rows), blocks), {**code, "STEPS": STEPS, "CHUNKS": CHUNKS}
 
 
-# Pixels of an image at most, measured on an H200: of more, lines of a few channels each, the whole GPU reads its share
-# in two launches. Of fewer, where a group begins in one image and ends in another: that program reads both.
+# Pixels of an image at most for one launch, measured on an H200; of fewer where a group lies in both of two images,
+# since that program reads both.
 PIXELS, PIXELS_OF_BOTH = 1024, 256
 SMALL_WARPS = 16
-# Numbers that a thread reads as one vector, the first that whole groups are made of; and steps of a tile, as many as
-# registers hold twice: what a program has at hand, and what it waits for.
+# Steps of a tile by the numbers that a thread reads as one vector: as many as registers hold twice, what a program has
+# at hand and what it waits for.
 SMALL_STEPS = {4: 2, 2: 4, 1: 8}
 
 
@@ -229,10 +217,7 @@ def activated(normed, silu):
 
 @triton.jit
 def _load_vectors(x, skip, ahead, row, channel, unit, pixels, channels, first, left, both):
-    """Vectors [N, UNIT] of rows ``ahead`` of [N] and of channels [N], as they are: from ``first`` on of ``skip``.
-
-    Those of a group are mostly of one of the two: ``both`` says that they are of both.
-    """
+    """Vectors [N, UNIT] of rows ``ahead`` of [N] and of channels [N]; from ``first`` on of ``skip``, or of ``both``."""
     begin = tl.where(left < first, 0, first)
     end = tl.where(left < first, first, channels)
     source = tl.where(left < first, x, skip) + ahead * (end - begin)
@@ -280,8 +265,7 @@ def _small(
     moved = tl.load(shift + image * shift_stride + channel, mask=channel < shifted, other=0.0).to(tl.float32)
     factor = tl.load(weight + channel).to(tl.float32)
     offset = tl.load(bias + channel).to(tl.float32)
-    # Each thread sums what its pixels are apart from the first of them. That is one of their number, so that their
-    # squares sum to no more than so many deviations, and little is lost in taking off their mean.
+    # Each thread sums what its pixels are apart from the first of them, as in ``_partial``.
     step = tl.arange(0, STEPS)[:, None, None]
     pivot = tl.sum(tl.where(step == 0, tl.reshape(kept, [STEPS, VECTORS, UNIT]).to(tl.float32), 0.0), 0)
     sums = tl.zeros([VECTORS, UNIT], tl.float32)
@@ -332,11 +316,6 @@ def shift_arguments(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, 
     return shift, shift.stride(0), shift.shape[1]
 
 
-def fits_one_launch(pixels: int, size: int, first: int) -> bool:
-    """Whether groups of ``size`` channels take one launch, the first ``first`` of all channels being one image's."""
-    return pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS
-
-
 def group_norm(
     x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
     silu: bool,
@@ -348,8 +327,7 @@ def group_norm(
     joined, x = x, x.contiguous(memory_format=torch.channels_last)
     if skip is None:
         skip, out = x, torch.empty_like(x)
-        # What is not joined is not written, to a tensor of its own: the compiler takes what one argument writes for the
-        # whole of a tensor.
+        # A tensor of its own for what is not written: the compiler takes what one argument writes for all of a tensor.
         written = x.new_empty(1)
     else:
         skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
@@ -363,7 +341,7 @@ def group_norm(
     if not x.numel():
         return out, joined, stats
     moved, *strides = shift_arguments(shift, weight)
-    if fits_one_launch(pixels, size, first):
+    if pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS:
         unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
         units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
         tiles = ceil_div(pixels, vectors // units * steps)
@@ -384,11 +362,9 @@ def group_norm(
     return out, joined, stats
 
 
-# Of the backward: channels and pixels that a program holds at once, 4 warps: a vector of 8 numbers a thread; and
-# programs that a large GPU holds at a time.
+# Of the backward: channels and pixels that a program holds at once, 8 numbers a thread; and programs at most.
 GRADIENT_BLOCK, GRADIENT_ROWS, GRADIENT_PROGRAMS = 64, 16, 528
-# Chunks that are put together at once, of at least so many channels: one compilation for all widths of the models. Of
-# wider groups fewer, or registers would not hold them.
+# Chunks that are put together at once, of at least so many channels; of wider groups fewer.
 CHUNKS_AT_ONCE, LEAST_WIDTH = 32, 128
 
 
@@ -437,7 +413,6 @@ def _sums(
     moved, scale, factor, offset = _of_channels(
         shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
     )
-    # Threads sum what they read themselves, and put it together at the end.
     changes = tl.zeros([ROWS, BLOCK], tl.float32)
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     values = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -548,8 +523,7 @@ def group_norm_backward(
         for part in (first, channels - first)
     )
     grad_shift = None if shift is None else shift.new_empty(shift.shape)
-    # Where there is none a tensor that is not written stands for it. It is none of the others: the compiler takes what
-    # one argument writes for the whole of a tensor.
+    # As in the forward, for what is not there.
     spare = x.new_empty(1)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     if not x.numel():

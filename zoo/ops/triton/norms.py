@@ -2,8 +2,8 @@
 
 RMS norms and the layer norms of post-norm blocks take a row a program: the sum, its norm, and the norm in the dtype of
 products. Few programs of the backward go over all rows, so that each holds its part of the gradients of weight and
-biases until the end; ``tiles.py`` adds the parts. Layer norms of narrower rows take some whole rows a program. One
-compilation for each power of two that a width fits in.
+biases until the end; ``tiles.py`` adds the parts. Layer norms of narrower rows take some whole rows a program. There is
+one compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
@@ -17,8 +17,6 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.tiles import add_parts
 
-# Numbers of a row that a thread holds: 32 bytes of each tensor in float32.
-NUMBERS = 8
 # Programs of the backward at most: four for each multiprocessor of a large GPU, and a power of two as rows mostly are.
 PROGRAMS = 512
 
@@ -49,8 +47,7 @@ def _norm(
     else:
         offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
         middle = tl.sum(value, 0) / columns
-        # What rounding left of the mean goes too: a row of equal values has no variance, and with a small eps a rest of
-        # it would be made large.
+        # What rounding left of the mean goes too: with a small eps, it would be made large in a row of equal values.
         middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
         deviation = tl.where(live, value - middle, 0.0)
         root = tl.rsqrt(tl.sum(deviation * deviation, 0) / columns + eps)
@@ -150,11 +147,9 @@ def norm(
     rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
     mean = None if rstd is None or bias is None else torch.empty_like(rstd)
     if x.numel():
-        rows, block = x.numel() // x.shape[-1], next_power(x.shape[-1])
-        _norm[(rows,)](
-            x, added, shift, weight, bias, total, out, low, mean, rstd, x.shape[-1], eps,
-            COLUMNS=block, num_warps=_warps(block),
-        )  # fmt: skip
+        columns, block = x.shape[-1], next_power(x.shape[-1])
+        given = x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps
+        _norm[(x.numel() // columns,)](*given, COLUMNS=block, num_warps=_warps(block))
     return out, low, x if total is None else total, mean, rstd
 
 
@@ -175,22 +170,20 @@ def norm_backward(
     part = total.new_empty(min(rows, PROGRAMS), number, columns, dtype=torch.float32)
     if rows:
         block = next_power(columns)
-        _norm_backward[(min(rows, PROGRAMS),)](
-            total, mean, rstd, weight, grad, low_grad, sum_grad, out, low, part, rows, columns,
-            COLUMNS=block, SUMS=number, num_warps=_warps(block),
-        )  # fmt: skip
+        given = total, mean, rstd, weight, grad, low_grad, sum_grad, out, low, part, rows, columns
+        _norm_backward[(min(rows, PROGRAMS),)](*given, COLUMNS=block, SUMS=number, num_warps=_warps(block))
     add_parts(part, *sums)
     return out, low, sums
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row in so many places."""
-    return min(max(block // (32 * NUMBERS), 1), 32)
+    """Of a program that holds a row in so many places: a thread has 8, which are 32 bytes of each tensor in float32."""
+    return min(max(block // 256, 1), 32)
 
 
 # Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
 TILE, ROWS = 2048, 4
-# Programs of the backward at most: two a multiprocessor, which holds as many with the next rows on their way.
+# Programs of the backward at most: two a multiprocessor.
 ROW_PROGRAMS = 256
 
 
@@ -246,8 +239,8 @@ def _load_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns
 
 @kernel(do_not_specialize=["rows"])
 def _layer_norm_backward(
-    grad, more, summed, mean, rstd, weight, out, part, rows, columns, joined,
-    WEIGHTED: tl.constexpr, SHIFTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, more, summed, mean, rstd, weight, out, part, rows, columns, joined, SHIFTED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     mine = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -269,9 +262,8 @@ def _layer_norm_backward(
         )
         wide, added = change.to(tl.float32), extra.to(tl.float32)
         unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
-        if WEIGHTED:
-            biases += wide
-            weights += wide * unit
+        biases += wide
+        weights += wide * unit
         if SHIFTED:
             shifts += added
         wide *= factor
@@ -283,12 +275,11 @@ def _layer_norm_backward(
         tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
         change, value, extra = change_after, value_after, extra_after
         middle, root = middle_after, root_after
-    part += mine * (2 * WEIGHTED + SHIFTED) * columns + column
-    if WEIGHTED:
-        tl.store(part, tl.sum(weights, 0), mask=live)
-        tl.store(part + columns, tl.sum(biases, 0), mask=live)
+    part += mine * (2 + SHIFTED) * columns + column
+    tl.store(part, tl.sum(weights, 0), mask=live)
+    tl.store(part + columns, tl.sum(biases, 0), mask=live)
     if SHIFTED:
-        tl.store(part + 2 * WEIGHTED * columns, tl.sum(shifts, 0), mask=live)
+        tl.store(part + 2 * columns, tl.sum(shifts, 0), mask=live)
 
 
 def layer_norm(
@@ -307,8 +298,8 @@ def layer_norm(
     if x.numel():
         rows, block = x.numel() // columns, next_power(columns)
         at_once = max(1, min(ROWS, TILE // block))
-        # Where there is none another tensor stands for it, of which nothing is read; one of its own for what is
-        # written: the compiler takes what an argument writes for the whole of a tensor.
+        # Where there is none another stands for it that is not read, or one of its own that is not written: the
+        # compiler takes what one argument writes for the whole of a tensor.
         weight = weight.contiguous()
         added = x if residual is None else residual.contiguous()
         moved = weight if shift is None else shift.contiguous()
@@ -322,25 +313,21 @@ def layer_norm(
 
 def layer_norm_backward(
     grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor,
-    weighted: bool, shift: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of the sum [R, C], of weight and bias [C] if weighted, and of a shift [C] of a dtype, if it is said."""
+    shift: torch.dtype | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of the sum [R, C], of weight and bias [C], and of a shift [C] of a dtype, if it is said."""
     columns, grad, summed, weight = summed.shape[-1], grad.contiguous(), summed.contiguous(), weight.contiguous()
     out = torch.empty_like(summed)
-    grad_weight = torch.empty_like(weight) if weighted else None
-    grad_bias = torch.empty_like(bias) if weighted else None
-    grad_shift = None if shift is None else weight.new_empty(columns, dtype=shift)
-    sums = [each for each in (grad_weight, grad_bias, grad_shift) if each is not None]
+    sums = [torch.empty_like(weight), torch.empty_like(bias)]
+    if shift is not None:
+        sums.append(weight.new_empty(columns, dtype=shift))
     rows, block = mean.numel(), next_power(columns)
     at_once = max(1, min(ROWS, TILE // block))
-    parts = max(1, min(ceil_div(rows, at_once), ROW_PROGRAMS))
-    # Where there is no tensor another one stands for it, of which nothing is read or written.
-    part = mean if not sums else mean.new_empty(parts, len(sums), columns)
-    _layer_norm_backward[(parts,)](
-        grad, grad if more is None else more.contiguous(), summed, mean, rstd, weight, out, part, rows,
-        columns, 0 if more is None else columns, WEIGHTED=weighted, SHIFTED=shift is not None, ROWS=at_once,
-        COLUMNS=block, num_warps=8,
+    part = mean.new_empty(max(1, min(ceil_div(rows, at_once), ROW_PROGRAMS)), len(sums), columns)
+    # As above, where there is none another stands for it.
+    _layer_norm_backward[(part.shape[0],)](
+        grad, grad if more is None else more.contiguous(), summed, mean, rstd, weight, out, part, rows, columns,
+        0 if more is None else columns, SHIFTED=shift is not None, ROWS=at_once, COLUMNS=block, num_warps=8,
     )  # fmt: skip
-    if sums:
-        add_parts(part, *sums)
-    return out, grad_weight, grad_bias, grad_shift
+    add_parts(part, *sums)
+    return out, *(*sums, None)[:3]

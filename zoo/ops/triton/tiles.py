@@ -1,11 +1,16 @@
-"""How rows and lines of images are cut into programs, and sums over rows.
+"""Kernels over tiles of rows and columns: sums over rows, and biases, residuals, doubling and windows of images.
 
 Sums take two steps: programs add up rows of their own, and a last kernel adds their parts in float32, in a fixed order.
 
-Shape legend: R rows, C channels or columns, K chunks of rows, P parts, S sums that the parts hold side by side.
+Images are in channels_last, and a launch is one reading and one writing. The compiler's code for symbolic sizes divides
+the place of each number by a width that it does not know, and reads numbers one by one. Places in a tile are sums.
+Sizes are arguments, so that one compilation serves all levels of a model.
+
+Shape legend: R rows (pixels of all images), C channels or columns, B images, H height, W width, P parts, S sums that
+the parts hold side by side.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,151 +19,6 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and channels that a program holds at once, and its warps. Channels are a power of two."""
-
-    rows: int
-    channels: int
-    warps: int
-
-    def code(self) -> dict[str, int]:
-        """As a launch takes it."""
-        return {"ROWS": self.rows, "BLOCK": self.channels, "num_warps": self.warps}
-
-
-# What writes rows: the forward, and gradients of rows.
-APPLY = Tile(rows=64, channels=64, warps=4)
-GRADIENTS = Tile(rows=32, channels=64, warps=4)
-# A program takes several tiles where there are more than this many, and at most so many.
-ENOUGH = 4096
-MOST_TILES = 4
-# What pools: of the output so many columns, whose lines a program goes down. 56 columns are whole tiles.
-POOL = Tile(rows=8, channels=64, warps=2)
-# What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
-MOMENTS = Tile(rows=64, channels=64, warps=8)
-SUMS = Tile(rows=64, channels=64, warps=8)
-PROGRAMS = 512
-# What puts chunks together: few channels a program, since there is little else to spread over a GPU.
-FINISH = Tile(rows=512, channels=8, warps=8)
-
-
-def rows_to_write(rows: int, channels: int, tile: Tile) -> tuple[int, int]:
-    """(rows of a program, programs) of a kernel that writes rows."""
-    blocks = ceil_div(channels, tile.channels)
-    tiles = ceil_div(rows, tile.rows)
-    share = tile.rows * max(1, min(MOST_TILES, tiles * blocks // ENOUGH))
-    return share, ceil_div(rows, share) * blocks
-
-
-def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, int]:
-    """(lines of a program, programs) of the kernel that pools, by the size of its output."""
-    strips = ceil_div(columns, POOL.rows) * ceil_div(channels, POOL.channels)
-    share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
-    return share, images * ceil_div(lines, share) * strips
-
-
-def rows_to_sum(rows: int, channels: int, tile: Tile) -> tuple[int, int, int]:
-    """(rows of a chunk, chunks, programs) of a kernel that sums up rows."""
-    blocks = ceil_div(channels, tile.channels)
-    wanted = max(1, PROGRAMS // blocks)
-    share = ceil_div(ceil_div(rows, wanted), tile.rows) * tile.rows
-    chunks = ceil_div(rows, share)
-    return share, chunks, chunks * blocks
-
-
-def pixels_of(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [N, H, W, C], without a copy in channels_last; rows [R, C] as they are."""
-    return (x if x.dim() == 2 else x.permute(0, 2, 3, 1)).contiguous()
-
-
-def images_of(pixels: Tensor) -> Tensor:
-    """[N, H, W, C] -> [N, C, H, W] in channels_last; rows [R, C] as they are."""
-    return pixels if pixels.dim() == 2 else pixels.permute(0, 3, 1, 2)
-
-
-def size_of(pixels: Tensor) -> tuple[int, int]:
-    """(R, C) of pixels as rows."""
-    channels = pixels.shape[-1]
-    return pixels.numel() // channels, channels
-
-
-def check(
-    x: Tensor, like: tuple[Tensor | None, ...], channels: tuple[Tensor | None, ...], names: tuple[str, ...]
-) -> None:
-    """Refuse shapes that a kernel would read beyond the ends of: ``like`` is to be like x, ``channels`` [C].
-
-    Not in a traced block, whose own shapes fit: Dynamo takes a comparison of shapes apart, and would take twice as long
-    for a block with these.
-    """
-    if torch.compiler.is_compiling():
-        return
-    shape, device = x.shape, x.device
-    if len(shape) not in (2, 4):
-        raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
-    wanted = [shape] * len(like) + [shape[1:2]] * len(channels)
-    for name, tensor, expected in zip(names, (*like, *channels), wanted, strict=True):
-        if tensor is None:
-            continue
-        if tensor.shape != expected:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} as of x")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {device}; move one of them")
-        if len(expected) == 1 and not tensor.is_contiguous():
-            raise ValueError(f"{name} has stride {tensor.stride(0)}, expected 1; use {name}.contiguous()")
-
-
-@triton.jit
-def span(rows, channels, share, BLOCK: tl.constexpr):
-    """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
-    blocks = tl.cdiv(channels, BLOCK)
-    program = tl.program_id(0)
-    # Neighbours share rows, so that what runs at a time lies together.
-    chunk = program // blocks
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    begin = chunk * share
-    return chunk, channel, channel < channels, begin, tl.minimum(begin + share, rows)
-
-
-@triton.jit
-def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a pooling program: image, all lines and columns, its channels [BLOCK], columns [ROWS], lines from and to."""
-    lines, columns = (height + 1) // 2, (width + 1) // 2
-    blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
-    program = tl.program_id(0)
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    column = (program // blocks) % strips * ROWS + tl.arange(0, ROWS)
-    begin = (program // (blocks * strips)) % bands * share
-    image = (program // (blocks * strips * bands)).to(tl.int64)
-    return image, lines, columns, channel, column, begin, tl.minimum(begin + share, lines)
-
-
-@triton.jit
-def greater(a, b):
-    """The greater, or NaN if either is one."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def norm_of(mean, variance, channel, live, eps):
-    """Mean and rstd of channels [BLOCK]."""
-    middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
-    spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
-    return middle, tl.rsqrt(spread + eps)
-
-
-@triton.jit
-def of_channels(tensor, channel, live):
-    """Values of channels [BLOCK] in float32."""
-    return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def of_rows(tensor, place, inner, seen):
-    """Values of a tile [ROWS, BLOCK] in float32, at places ``inner`` behind the first."""
-    return tl.load(tensor + place + inner, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -249,3 +109,119 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     )
     add_parts(part, out)
     return out
+
+
+# An image's tile: a thread reads 8 numbers of each summand. Widths in the models are multiples of 64.
+IMAGE_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
+
+
+def _launch(kernel: Any, rows: int, columns: int, *given: Any) -> None:
+    """One program a tile of an image, if there is any."""
+    if rows and columns:
+        tiles = ceil_div(rows, IMAGE_TILE["ROWS"]) * ceil_div(columns, IMAGE_TILE["COLUMNS"])
+        kernel[(tiles,)](*given, **IMAGE_TILE)
+
+
+@kernel(do_not_specialize=["rows"])
+def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
+    place = row[:, None] * columns + column[None, :]
+    # A mask and no branch, so that both loads are under way before either is waited for.
+    both = seen & (column < added)[None, :]
+    value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
+    value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
+
+
+@kernel(do_not_specialize=["rows", "width"])
+def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
+    value = tl.load(x + first * columns + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
+    # A line of the image becomes two of twice the length.
+    pixel = first + row
+    line = pixel // width
+    above = (4 * width * line + 2 * (pixel - line * width))[:, None] * columns + column[None, :]
+    tl.store(out + above, value, mask=seen)
+    tl.store(out + above + columns, value, mask=seen)
+    below = above + 2 * width * columns
+    tl.store(out + below, value, mask=seen)
+    tl.store(out + below + columns, value, mask=seen)
+
+
+@kernel(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
+def _windows(x, out, rows, height, width, lines, across, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
+    # A row is one of the nine pixels that a pixel of the output is made of.
+    pixel = (first + row) // 9
+    ninth = (first + row) - pixel * 9
+    line = pixel // across
+    image = line // lines
+    down = (line - image * lines) * stride + ninth // 3 - 1
+    right = (pixel - line * across) * stride + ninth % 3 - 1
+    inside = (down >= 0) & (down < height) & (right >= 0) & (right < width)
+    place = ((image * height + down) * width + right)[:, None] * columns + column[None, :]
+    value = tl.load(x + place, mask=seen & inside[:, None], other=0.0)
+    tl.store(out + first * columns + row[:, None] * columns + column[None, :], value, mask=seen)
+
+
+def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
+    """[R, C] plus [C] plus [R, C], if any: [R, C]."""
+    x, (rows, columns) = x.contiguous(), x.shape
+    out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
+    # Where there is none another tensor stands for it, of which nothing is read.
+    other, added = (x, 0) if residual is None else (residual.contiguous(), columns)
+    _launch(_conv_add, rows, columns, x, bias.contiguous(), other, out, rows, columns, added)
+    return out
+
+
+def upsample(x: Tensor) -> Tensor:
+    """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
+    count, height, width, columns = x.shape
+    out, rows = x.new_empty(count, 2 * height, 2 * width, columns), count * height * width
+    _launch(_upsample, rows, columns, x.contiguous(), out, rows, width, columns)
+    return out
+
+
+def windows(x: Tensor, stride: int) -> Tensor:
+    """[B, H, W, C] -> [B H' W', 9 C], H' = ⌈H / stride⌉: what a 3 × 3 convolution with a padding of 1 multiplies."""
+    count, height, width, columns = x.shape
+    lines, across = ceil_div(height, stride), ceil_div(width, stride)
+    rows = count * lines * across
+    out = x.new_empty(rows, 9 * columns)
+    sizes = 9 * rows, height, width, lines, across, stride, columns
+    _launch(_windows, 9 * rows, columns, x.contiguous(), out, *sizes)
+    return out
+
+
+# Pixels of the result that a program writes.
+PIXELS = 128
+
+
+@kernel
+def _space_to_depth(
+    x, out, stride_n, stride_c, stride_y, stride_x, height, width, pixels, H, W, offset,
+    C: tl.constexpr, D: tl.constexpr, PIXELS: tl.constexpr,
+):  # fmt: skip
+    pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+    channel = tl.arange(0, D)
+    image, place = pixel // (H * W), pixel % (H * W)
+    square, c = channel // (D // 4), channel % (D // 4)
+    y = 2 * (place // W)[:, None] + (square // 2)[None, :] - offset
+    column = 2 * (place % W)[:, None] + (square % 2)[None, :] - offset
+    inside = (y >= 0) & (y < height) & (column >= 0) & (column < width)
+    inside &= (pixel < pixels)[:, None] & (c < C)[None, :]
+    source = (image * stride_n)[:, None] + (c * stride_c)[None, :] + y * stride_y + column * stride_x
+    value = tl.load(x + source, mask=inside, other=0.0)
+    tl.store(out + (pixel * D)[:, None] + channel, value.to(out.dtype.element_ty), mask=(pixel < pixels)[:, None])
+
+
+def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """As ``zoo.ops.conv.space_to_depth``; ``channels`` is a power of two."""
+    out = x.new_empty(x.shape[0], height, width, channels, dtype=dtype)
+    pixels = x.shape[0] * height * width
+    _space_to_depth[(ceil_div(pixels, PIXELS),)](
+        x, out, *x.stride(), x.shape[2], x.shape[3], pixels, height, width, offset,
+        C=x.shape[1], D=channels, PIXELS=PIXELS, num_warps=4,
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)

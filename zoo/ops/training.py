@@ -1,0 +1,146 @@
+"""What a training step runs outside of its model: AdamW's update, and cross entropy with its gradient in one pass.
+
+Neither is compiled: what is launched here is launched by eager code.
+
+Shape legend: n rows, V classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw as fused_adamw
+
+from zoo.ops import triton as kernels
+from zoo.ops.common import kernels_run
+
+# Least numbers of a launch: its beginning and end are little of it then. On an H200 ResNet-50's step took longer with
+# twice as many, since torch's launch for the rest does.
+LARGE = 1 << 19
+# Parameters of a launch: the kernel has pointers for as many.
+TOGETHER = 8
+# Least numbers of a parameter in it: of smaller ones no launch holds LARGE, and the host looks no further at them.
+SMALLEST = LARGE // TOGETHER
+# Bytes that a thread reads at once, if what it reads begins at a multiple of them.
+_VECTOR = 16
+
+
+def adamw(
+    group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None, *, has_complex: bool
+) -> None:
+    """Update the parameters of a group in place, large ones by a kernel of our own, all others by torch's fused one.
+
+    ``group`` holds the options of ``torch.optim.AdamW``. Tensors are parameters, gradients, averages of gradients and
+    of their squares, the greatest of these, which only ``amsgrad`` has, and steps so far. Gradients are divided by
+    ``scale``, on the device; nothing is updated where ``skip``, on the device, is 1.
+    """
+    launches = _launches(group, tensors, scale, skip)
+    if launches:
+        taken = {index for launch in launches for index in launch}
+        own_counts = [tensors[5][index] for index in sorted(taken)]
+        torch._foreach_add_(own_counts, 1)
+        # To the kernel a whole number would be of another type.
+        rate = float(group["lr"]) if _is_on_host(group["lr"]) else group["lr"]
+        options = group["betas"], float(group["eps"]), float(group["weight_decay"]), group["maximize"]
+        for launch in launches:
+            own = [[tensors[kind][index] for index in launch] for kind in (0, 1, 2, 3, 5)]
+            kernels.training.adamw(*own, rate, scale, skip, *options)
+            # As an operator of torch would: a backward that still needs the weights as they were says so.
+            torch.autograd.graph.increment_version([*own[0], *own[2], *own[3]])
+        if skip is not None:
+            torch._foreach_sub_(own_counts, [skip] * len(own_counts))
+        tensors = [[each for index, each in enumerate(held) if index not in taken] for held in tensors]
+    params, grads, averages, squares, greatest, counts = tensors
+    if params:
+        fused_adamw(
+            params, grads, averages, squares, greatest, counts, fused=True, capturable=group["capturable"],
+            differentiable=group["differentiable"], grad_scale=scale, found_inf=skip, has_complex=has_complex,
+            amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+            eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+        )  # fmt: skip
+
+
+def _launches(
+    group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None
+) -> list[list[int]]:
+    """Which parameters of a group the kernel takes, those of a launch together."""
+    if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
+        return []
+    rate = None if _is_on_host(group["lr"]) else group["lr"]
+    params, grads, averages, squares, _, counts = tensors
+    alike: dict[Any, list[int]] = {}
+    for index, each in enumerate(zip(params, grads, averages, squares, strict=True)):
+        param, count = params[index], counts[index]
+        if _fits(*each) and _are_numbers_on(param.device, count):
+            # Among others, one that is not aligned would have them read a number at a time too, by a kernel
+            # compiled for the place that it has there. Alone it is one more kernel, if it is large.
+            aligned = all(tensor.data_ptr() % _VECTOR == 0 for tensor in each)
+            dtypes = *(tensor.dtype for tensor in each), count.dtype
+            alike.setdefault((param.device, param.numel(), *dtypes) if aligned else index, []).append(index)
+    found = []
+    for same in alike.values():
+        first = same[0]
+        if _are_numbers_on(params[first].device, rate, scale, skip):
+            several_dtypes = not _are_of_one_dtype(*(held[first] for held in tensors[:4]))
+            launches = (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER))
+            found += [each for each in launches if several_dtypes or len(each) * params[first].numel() >= LARGE]
+    return found
+
+
+def _is_on_host(rate: Tensor | float) -> bool:
+    return not isinstance(rate, Tensor) or rate.device.type == "cpu"
+
+
+def _fits(param: Tensor, *state: Tensor) -> bool:
+    """Whether the kernel takes a parameter: no small one, or one of several dtypes, which torch's takes none of."""
+    # Most parameters of a model are small, and the host looks at all of them in every step.
+    if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, *state):
+        return False
+    if not size or not kernels_run(param, *state):
+        return False
+    # Not a tensor that is in parts, or made of others.
+    plain = type(param) in (Tensor, nn.Parameter) and all(type(each) is Tensor for each in state)
+    dense = param.is_contiguous() or (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
+    stride, shape = param.stride(), param.shape
+    return plain and dense and all(each.stride() == stride and each.shape == shape for each in state)
+
+
+def _are_of_one_dtype(param: Tensor, grad: Tensor, average: Tensor, square: Tensor) -> bool:
+    return param.dtype == grad.dtype == average.dtype == square.dtype
+
+
+def _are_numbers_on(device: torch.device, *values: Tensor | float | None) -> bool:
+    """Whether those of these that are tensors hold one number each, on this device."""
+    return all(not isinstance(each, Tensor) or (each.device == device and each.numel() == 1) for each in values)
+
+
+# The label of a row without a loss.
+IGNORED = -100
+
+
+def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of rows float32 [n], and the gradient [n, V] of their sum times ``scale``; computed in float32.
+
+    It is not differentiated. Logits [n, V] are not needed any more: where our kernel runs, the gradient is written over
+    them. Rows whose label [n] int64 is ``IGNORED`` have no loss; by the kernel, loss and gradient of a row whose label
+    is no class are not numbers. ``scale`` is a float32 scalar on the device.
+    """
+    if kernels_run(logits) and logits.is_contiguous():
+        return kernels.training.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits
+    seen = labels != IGNORED
+    index = torch.where(seen, labels, 0)[:, None]
+    x = logits.float()
+    total = torch.logsumexp(x, dim=-1, keepdim=True)
+    losses = torch.where(seen, (total - x.gather(-1, index))[:, 0], 0.0)
+    hit = torch.arange(logits.shape[-1], device=logits.device) == index
+    grad = torch.where(seen[:, None], ((x - total).exp() - hit.to(x.dtype)) * scale, 0.0)
+    return losses, grad.to(logits.dtype)
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiply in place by a scalar on the device, in float32. The kernel reads and writes nothing where it is one."""
+    if kernels_run(x) and x.is_contiguous():
+        kernels.training.scale_(x, factor)
+    else:
+        # Of one dimension, so that half precision is multiplied in float32 and not by a rounded factor.
+        x.mul_(factor.reshape(1))

@@ -1,0 +1,221 @@
+"""AdamW at the memory's rate, cross entropy whose gradient replaces the logits, and a scaling that is mostly by one.
+
+torch's own AdamW takes all parameters in one launch, in pieces that few threads go through in turn, and a third of the
+memory's rate is lost. Here each program loads all before it computes, 16 bytes at a time, and up to eight parameters of
+one size share a launch, whose end leaves multiprocessors idle.
+
+A program of the cross entropy reads a row twice: for its log-sum-exp, by an online softmax, and for the gradient. The
+last columns stay in registers. One program of many warps runs on a multiprocessor at a time, so that the rows under way
+fit into the L2 cache; the second reading goes backwards, since what was read last is still there.
+
+Shape legend: K parameters of a launch, M numbers of each; n rows, V classes.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.engine.kernel import kernel
+from zoo.ops.common import ceil_div
+from zoo.ops.training import TOGETHER
+
+# Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
+UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """1 - e^x for x <= 0, to float32's last digits: next to zero by its series, where the difference cancels."""
+    series = 1.0 + x * (1.0 / 8.0)
+    for power in tl.static_range(7, 1, -1):
+        series = 1.0 + x * (1.0 / power) * series
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def _select(index, a, b, c, d, e, f, g, h):
+    """A pointer by the bits of its index. What is selected of aligned pointers the compiler knows to be aligned."""
+    bit = index % 2 == 1
+    a, c, e, g = tl.where(bit, b, a), tl.where(bit, d, c), tl.where(bit, f, e), tl.where(bit, h, g)
+    bit = index // 2 % 2 == 1
+    a, e = tl.where(bit, c, a), tl.where(bit, g, e)
+    return tl.where(index // 4 == 1, e, a)
+
+
+# One counter that lies elsewhere is no reason to compile another.
+@kernel(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
+def _adamw(
+    param0, param1, param2, param3, param4, param5, param6, param7, grad0, grad1, grad2, grad3, grad4, grad5, grad6,
+    grad7, average0, average1, average2, average3, average4, average5, average6, average7, square0, square1, square2,
+    square3, square4, square5, square6, square7, count0, count1, count2, count3, count4, count5, count6, count7, rate,
+    scale, skip, numbers, keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
+    RATE_ON_DEVICE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One parameter after the other, as memory likes it.
+    index = tl.program_id(1)
+    param = _select(index, param0, param1, param2, param3, param4, param5, param6, param7)
+    grad = _select(index, grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
+    average = _select(index, average0, average1, average2, average3, average4, average5, average6, average7)
+    square = _select(index, square0, square1, square2, square3, square4, square5, square6, square7)
+    count = _select(index, count0, count1, count2, count3, count4, count5, count6, count7)
+    # A table of words for every language has more numbers than 32 bits count bytes of.
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    seen = first + place < numbers
+    param += first
+    grad += first
+    average += first
+    square += first
+    p = tl.load(param + place, mask=seen, other=0.0).to(tl.float32)
+    g = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
+    m = tl.load(average + place, mask=seen, other=0.0).to(tl.float32)
+    v = tl.load(square + place, mask=seen, other=0.0).to(tl.float32)
+    steps = tl.load(count).to(tl.float32)
+    if RATE_ON_DEVICE:
+        rate = tl.load(rate).to(tl.float32)
+    if skip is not None:  # noqa: SIM102 (what is None is nothing to load from)
+        # Behind the reads, so that these do not wait for it: bad steps are rare.
+        if tl.load(skip) == 1.0:
+            return
+    if scale is not None:
+        g = g / tl.load(scale).to(tl.float32)
+        tl.store(grad + place, g.to(grad.dtype.element_ty), mask=seen)
+    if MAXIMIZE:
+        g = -g
+    p -= rate * decay * p
+    m = keep * m + take * g
+    v = keep_square * v + take_square * (g * g)
+    size = rate / _one_minus_exp(steps * log_keep)
+    root = 1.0 / tl.sqrt(_one_minus_exp(steps * log_keep_square))
+    p -= size * m / (tl.sqrt(v) * root + eps)
+    tl.store(param + place, p.to(param.dtype.element_ty), mask=seen)
+    tl.store(average + place, m.to(average.dtype.element_ty), mask=seen)
+    tl.store(square + place, v.to(square.dtype.element_ty), mask=seen)
+
+
+def adamw(
+    params: list[Tensor], grads: list[Tensor], averages: list[Tensor], squares: list[Tensor], counts: list[Tensor],
+    rate: Tensor | float, scale: Tensor | None, skip: Tensor | None, betas: tuple[float, float], eps: float,
+    decay: float, maximize: bool,
+) -> None:  # fmt: skip
+    """One update of K parameters, in place. Each one's four tensors of M numbers lie alike, without gaps.
+
+    The dtypes are the first's, and ``counts`` include this step.
+    """
+    numbers = params[0].numel()
+    coefficients: list[float] = []
+    for beta in betas:
+        # In double precision here: 0.999 rounded to float32 and taken off one is wrong in the fifth digit.
+        coefficients += [beta, 1.0 - beta, math.log(beta) if beta else -math.inf]
+    # No program is launched for those that fill up the arguments.
+    fill = TOGETHER - len(params)
+    pointers = [each for held in (params, grads, averages, squares, counts) for each in held + held[-1:] * fill]
+    _adamw[ceil_div(numbers, UPDATE_BLOCK), len(params)](
+        *pointers, rate, scale, skip, numbers, *coefficients, eps, decay,
+        RATE_ON_DEVICE=isinstance(rate, Tensor), MAXIMIZE=maximize, BLOCK=UPDATE_BLOCK, num_warps=UPDATE_WARPS,
+    )  # fmt: skip
+
+
+# Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
+# with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.
+BYTES, STAGES, WARPS = (32768, 1, 32) if torch.version.hip is None else (32768, 1, 16)
+# Numbers that a program scales at once, programs at most, and their warps. Few, since most often all just return.
+SCALE_BLOCK, SCALE_PROGRAMS, SCALE_WARPS = 4096, 2048, 8
+# Of float32.
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _columns(start, VECTORS: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns [VECTORS, WIDTH] from ``start`` on: one thread holds a whole vector."""
+    return start + tl.arange(0, VECTORS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def _online_softmax(most, total, x):
+    """Greatest and sum of each lane, with logits [VECTORS, WIDTH] more."""
+    higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
+    return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+
+
+@triton.jit
+def _gradient(x, column, hit, norm, factor):
+    """The gradient of logits, in their dtype."""
+    return ((tl.exp(x.to(tl.float32) - norm) - tl.where(column == hit, 1.0, 0.0)) * factor).to(x.dtype)
+
+
+@kernel
+def _cross_entropy(
+    logits, labels, scale, losses, columns,
+    IGNORED: tl.constexpr, VECTORS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * columns
+    label = tl.load(labels + row)
+    BLOCK: tl.constexpr = VECTORS * WIDTH
+    if label == IGNORED:
+        for start in range(0, columns, BLOCK):
+            column = _columns(start, VECTORS, WIDTH)
+            tl.store(logits + column, tl.zeros([VECTORS, WIDTH], logits.dtype.element_ty), mask=column < columns)
+        tl.store(losses + row, 0.0)
+    else:
+        # A label that is no class has neither a logit nor a loss; a loss that is not a number is noticed.
+        known = (label >= 0) & (label < columns)
+        hit = tl.where(known, label, 0).to(tl.int32)
+        factor = tl.where(known, tl.load(scale).to(tl.float32), float("nan"))
+        # Before any thread writes.
+        own = tl.load(logits + hit).to(tl.float32)
+        # Greatest and sum of each vector's lane, finite from the start: infinity off infinity is not a number.
+        most = tl.full([VECTORS], -_LARGEST, tl.float32)
+        total = tl.zeros([VECTORS], tl.float32)
+        last = (columns - 1) // BLOCK * BLOCK
+        for start in tl.range(0, last, BLOCK, num_stages=STAGES):
+            x = tl.load(logits + _columns(start, VECTORS, WIDTH), eviction_policy="evict_last").to(tl.float32)
+            most, total = _online_softmax(most, total, x)
+        column = _columns(last, VECTORS, WIDTH)
+        seen = column < columns
+        held = tl.load(logits + column, mask=seen, other=float("-inf"), eviction_policy="evict_first")
+        most, total = _online_softmax(most, total, held.to(tl.float32))
+        highest = tl.max(most, 0)
+        norm = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
+        tl.store(losses + row, tl.where(known, norm - own, float("nan")))
+        # Nobody reads these soon, while other rows wait in the cache for their second reading.
+        gradient = _gradient(held, column, hit, norm, factor)
+        tl.store(logits + column, gradient, mask=seen, eviction_policy="evict_first")
+        for back in tl.range(BLOCK, last + 1, BLOCK, num_stages=STAGES):
+            column = _columns(last - back, VECTORS, WIDTH)
+            gradient = _gradient(tl.load(logits + column, eviction_policy="evict_first"), column, hit, norm, factor)
+            tl.store(logits + column, gradient, eviction_policy="evict_first")
+
+
+@kernel
+def _scale(x, factor, numbers, programs, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, numbers, programs * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            value = tl.load(x + place, mask=place < numbers, other=0.0).to(tl.float32)
+            tl.store(x + place, (value * by).to(x.dtype.element_ty), mask=place < numbers)
+
+
+def cross_entropy_rows_(logits: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> Tensor:
+    """Losses [n] of logits [n, V], in whose place the gradient is left, times ``scale``."""
+    rows, columns = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if rows:
+        width = 16 // logits.element_size()
+        _cross_entropy[(rows,)](
+            logits, labels, scale, losses, columns,
+            IGNORED=ignored, VECTORS=BYTES // 16, WIDTH=width, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+    return losses
+
+
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Numbers that lie without gaps, times a number on the device, in place; nothing is read or written for one."""
+    if numbers := x.numel():
+        programs = min(ceil_div(numbers, SCALE_BLOCK), SCALE_PROGRAMS)
+        _scale[(programs,)](x, factor, numbers, programs, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
