@@ -303,7 +303,8 @@ def page(rows: Rows, claims: Mapping[int, Claim] | None = None) -> str:
         said = verdict([place.outcome for _, found in looked for place in found])
         text = re.sub("`([^`]+)`", r"<code>\1</code>", claim.text)  # a summary is HTML
         summary = f"<summary>{text} <b>{said[0].upper()}{said[1:]}.</b></summary>"
-        parts += [f'<details markdown="1" id="claim-{claim.number}">\n{summary}', *_details(claim, looked), "</details>"]
+        opened = f'<details markdown="1" id="claim-{claim.number}">'
+        parts += [f"{opened}\n{summary}", *_details(claim, looked), "</details>"]
     return "\n\n".join(parts)
 
 
