@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,6 @@ class Claim:
 
     number: int
     theme: str
-    title: str
     text: str
     parts: tuple[Part, ...]
     note: str = ""
@@ -295,8 +295,10 @@ def page(rows: Rows, claims: Mapping[int, Claim] | None = None) -> str:
             parts.append(f"## {theme}")
         looked = [(part, places(part, shown)) for part in claim.parts]
         said = verdict([place.outcome for _, found in looked for place in found])
-        title = f"<summary><b>{claim.number}. {claim.title}</b>: {said}</summary>"
-        parts += [f'<details markdown="1" id="claim-{claim.number}">\n{title}', *_details(claim, looked), "</details>"]
+        text = re.sub("`([^`]+)`", r"<code>\1</code>", claim.text)  # a summary is HTML
+        summary = f"<summary>{text} <b>{said[0].upper()}{said[1:]}.</b></summary>"
+        opened = f'<details markdown="1" id="claim-{claim.number}">'
+        parts += [f"{opened}\n{summary}", *_details(claim, looked), "</details>"]
     return "\n\n".join(parts)
 
 
@@ -305,7 +307,6 @@ def _details(claim: Claim, looked: Sequence[tuple[Part, Sequence[Place]]]) -> li
     races = list(dict.fromkeys(race for _, found in looked for place in found for race in place.races))
     commands = "\n".join(commands_of(races))
     return [
-        f"> {claim.text}",
         tables.markdown(HEAD, lines, left=True),
         *([claim.note] if claim.note else []),
         *([f"Not measured here: {claim.not_here}"] if claim.not_here else []),

@@ -63,7 +63,7 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
         message = error.format_message()
     else:
         return int(code or 0)
-    print(f"error: {' '.join(message.split())} (see {program} --help)", file=sys.stderr)
+    print(f"error: {' '.join(message.split())} (see --help)", file=sys.stderr)
     return BAD_USAGE
 
 

@@ -32,7 +32,7 @@ def main(
     input: Annotated[list[str] | None, typer.Option(help="Inputs, separated by commas; 'all' for every input.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(STRATEGY_NAMES)}.")] = None,
     impl: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(IMPLEMENTATION_NAMES)}.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES)}.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"Modes are {', '.join(MODES)}.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Only arms whose name matches a pattern, as 'zoo *'.")] = None,
     workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[list[str] | None, typer.Option(help="The family's default if omitted.")] = None,

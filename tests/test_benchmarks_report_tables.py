@@ -319,11 +319,11 @@ def test_figures_without_their_numbers_are_not_measured() -> None:
 
 
 def test_the_page_has_a_line_a_claim_and_says_what_is_not_measured() -> None:
-    one = Claim(
-        7, "Gains", "Gain", "It gains.", (part("1.4 to 1.6"), part("at least 1", ARXIV, says="larger")), "Note."
-    )
+    parts = part("1.4 to 1.6"), part("at least 1", ARXIV, says="larger")
+    one = Claim(7, "Gains", "`full` gains.", parts, "Note.")
     text = claims.page(Rows(pair(1.5), ENVIRONMENTS), {7: one})
-    assert '<details markdown="1" id="claim-7">\n<summary><b>7. Gain</b>: holds</summary>\n\n> It gains.\n' in text
+    summary = "<summary><code>full</code> gains. <b>Holds.</b></summary>"
+    assert f'<details markdown="1" id="claim-7">\n{summary}\n\n| it says |' in text
     assert "| gain | upstream full over upstream eager | gcn, cora, inference, float32 | 1" in text
     assert "| larger | upstream full over upstream eager | 1 race | – | at least 1× | not measured yet |" in text
     assert "Note.\n\nNVIDIA H200" in text and "```sh\npython -m benchmarks.run --family gnn" in text
@@ -334,5 +334,5 @@ def test_the_page_has_a_line_a_claim_and_says_what_is_not_measured() -> None:
 def test_no_figure_is_typed_and_every_claim_is_on_the_page() -> None:
     typed = " ".join(one.note + one.not_here for one in known_claims().values())
     assert re.findall(r"\d\S*\s*(?:×|ms|MiB|%)", typed) == []
-    said = re.findall(r"^<summary><b>.*</b>: (.*)</summary>$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    said = re.findall(r"^<summary>.+ <b>(.*)</b></summary>$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(said) == len(known_claims())

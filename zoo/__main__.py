@@ -73,7 +73,7 @@ def _compile(given: argparse.Namespace) -> None:
 def _inputs(model: Any, text: str) -> dict[str, Any]:
     sizes = dict(map(_pair, filter(None, text.split(","))))
     if (decode := sizes.pop("decode", None)) is None:
-        return zoo.example_inputs(model, **{name: int(value) for name, value in sizes.items()})
+        return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes.items()})
     if not hasattr(model, "make_cache"):
         raise ValueError(f"decode={decode} is for language models, not for a {type(model).__name__}")
     batch, slots = map(int, decode.split("x"))

@@ -13,7 +13,7 @@ from benchmarks.stats import Ratio
 NOTHING = "–"
 MOST_REASON = 300
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # sizes, counters, addresses
-EMPTY = ("", NOTHING, f"{NOTHING} → {NOTHING}", "not measured")
+EMPTY = ("", NOTHING, "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference", "fails")
 
 

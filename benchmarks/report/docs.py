@@ -290,7 +290,8 @@ def _headline(spec: Spec, rows: Rows) -> str:
         measured_on = "; ".join(dict.fromkeys(race.machine for race in origin))
         return "\n\n".join([body, " ".join([*notes, f"{measured_on}."])])
     notes.append("Intervals are 95 % bootstrap over rounds; a difference within the A/A noise is undetermined.")
-    body = tables.markdown(tables.HEADLINE, [[named(race), *tables.headline_row(race, arm)] for race, arm in lines])
+    rows_shown = [[named(race), *tables.headline_row(race, arm)] for race, arm in lines]
+    body = tables.markdown(*tables.filled(tables.HEADLINE, rows_shown))
     return "\n\n".join([body, " ".join(notes), _origin(origin)])
 
 

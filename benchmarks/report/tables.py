@@ -206,6 +206,7 @@ def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
     shipped, tuned = race.best_shipped, race.best_tuned
     full = race.find(impl="upstream", strategy="full")
     before = significant(full.cold_seconds if full else None)
+    after = significant(ours.cold_seconds if ours else None)
     reduced = race.find(impl="upstream", strategy="full", mode="reduce-overhead")
     if full is None and reduced is not None and reduced.result.cold is not None:
         before = f"{significant(reduced.cold_seconds)} (reduce-overhead)"
@@ -214,7 +215,7 @@ def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
         _named(ours) or _why_not(race, impl="zoo", strategy="regional"),
         speedup_and_verdict(race, ours, shipped) if ours else NOTHING,
         f"{speedup_and_verdict(race, ours, tuned)} ({tuned.name})" if ours and tuned else NOTHING,
-        f"{before} → {significant(ours.cold_seconds if ours else None)}",
+        NOTHING if before == after == NOTHING else f"{before} → {after}",
     ]
 
 
