@@ -70,7 +70,7 @@ def list_models(family: str | None = None) -> list[str]:
 
 def create(
     name: str, *, weights: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    strict: bool = False, **overrides: Any,
+    **overrides: Any,
 ) -> nn.Module:  # fmt: skip
     """Build a model by its preset's name, in eval mode, nothing compiled.
 
@@ -81,7 +81,6 @@ def create(
             the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
-        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
         overrides: Fields of the preset's config to replace.
 
     Raises:
@@ -111,19 +110,21 @@ def create(
         if path.is_dir():
             family.weights.check_folder(path, config, overrides)
         dtype = dtype or torch.get_default_dtype()
-        return family.weights.read(path, config, str(weights), device=device, dtype=dtype, strict=strict)
+        return family.weights.read(path, config, str(weights), device=device, dtype=dtype)
 
 
-def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
+def from_upstream(module: nn.Module) -> nn.Module:
     """The zoo's model with the weights, configuration and mode of an upstream library's: same outputs.
 
     Args:
         module: A model of torchvision, transformers, torch-geometric or diffusers.
-        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
 
     Raises:
         TypeError: If no family takes this class.
         ValueError: If the module uses an option that the zoo does not support.
+
+    Warns:
+        WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
@@ -134,7 +135,7 @@ def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
                 model: nn.Module = family.weights.from_upstream(module)
             except NotImplementedError:
                 continue
-            check_finite(model, type(module).__name__, strict=strict)
+            check_finite(model, type(module).__name__)
             return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
     raise TypeError(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
-from zoo.files import open_tensors, upstream
+from zoo.files import read_tensors, upstream
 from zoo.weights import Placement, Table, WeightMap, initialise, warn
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
@@ -147,10 +147,8 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
     # A model for pretraining has two heads, of which the zoo keeps the masked language model's.
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
     config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
-    if head is None and config.head == "pooled":
-        with open_tensors(folder) as tensors:
-            if not any("pooler." in key for key in tensors):
-                overrides = {"head": "none", **overrides}
+    if head is None and config.head == "pooled" and not any("pooler." in key for key in read_tensors(folder)):
+        overrides = {"head": "none", **overrides}
     return dataclasses.replace(config, **overrides)
 
 

@@ -6,7 +6,6 @@ from zoo.llm.config import LLMConfig as LLMConfig
 from zoo.llm.config import RopeScaling as RopeScaling
 from zoo.llm.convert import WEIGHTS
 from zoo.llm.convert import load as load
-from zoo.llm.convert import quantize_int8 as quantize_int8
 from zoo.llm.convert import save as save
 from zoo.llm.generate import GenerationOptions as GenerationOptions
 from zoo.llm.generate import Session as Session

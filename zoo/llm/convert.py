@@ -1,4 +1,4 @@
-"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
+"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3.
 
 transformers is imported when it is needed. Its queries, keys and values, and its two halves of the MLP, are rows of one
 tensor each here.
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zoo.engine.compile import plan_of
 from zoo.files import upstream
 from zoo.llm.config import LLMConfig, RopeScaling
 from zoo.llm.model import LLM
@@ -180,35 +179,14 @@ def _refuse(kind: str, option: str, value: Any, why: str) -> Any:
     raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
 
 
-def quantize_int8(model: LLM) -> LLM:
-    """Round the weights of all products to int8, one scale per row, in place, and return the model.
-
-    Outputs change a little. Activations, the cache, norms and the embedding stay as they are; so does an output product
-    tied to the embedding. A rounded model cannot be saved or converted. Needs torchao (ImportError); TypeError or
-    ValueError if the model is not of this family, or its regions are compiled already.
-    """
-    try:
-        from torchao import quantization  # type: ignore[import-not-found, import-untyped]
-    except ImportError as error:
-        raise ImportError("quantize_int8 needs torchao: pip install torchao") from error
-    if not isinstance(model, LLM):
-        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
-    if plan_of(model) is not None:
-        raise ValueError("the model's regions are compiled already; call zoo.uncompile(model) first")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    return model
+def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors without the rotary frequencies of old releases, which follow from the config."""
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
 
 
-def _refuse_quantized(model: LLM) -> None:
-    if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
-        raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
-
-
-# Old checkpoints hold the frequencies, which follow from the config.
 WEIGHTS = WeightMap(
     name="llm", noun="a language model", classes=(LLM,), table=table, config_of=config_of, skeleton=skeleton,
-    finish=reset_buffers, refuse=_refuse_quantized, ignored=("rotary_emb.inv_freq",), read_config=read_config,
-    write_config=write_config,
+    finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
     use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
 )  # fmt: skip
 placements = WEIGHTS.placements
