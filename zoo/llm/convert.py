@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import upstream
-from zoo.llm.config import LLMConfig, RopeScaling
-from zoo.llm.model import LLM
+from zoo.llm.model import LLM, LLMConfig, RopeScaling
 from zoo.weights import Placement, Table, WeightMap
 
 _CLASSES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
