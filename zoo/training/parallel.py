@@ -71,10 +71,11 @@ def parallelize(
         raise ValueError(f"sharding is {dict(sharding)}, but the mesh has no dp_replicate or dp_shard, only {names}")
     if plan and tensor_parallel is None:
         raise ValueError(f"plan is of tensor parallelism, but the mesh has no tp, only {names}")
+    splits = None
     if tensor_parallel is not None and plan is None:
-        from zoo.training.tensor_parallel import styles_of
+        from zoo.training.tensor_parallel import split_blocks, splits_of
 
-        plan = styles_of(model, tensor_parallel.size(), plain=not shards)
+        splits = splits_of(model, tensor_parallel.size())
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
@@ -86,7 +87,10 @@ def parallelize(
         seed = torch.randint(2**31, (), device=mesh.device_type)
         dist.broadcast(seed, group=tensor_parallel.get_group(), group_src=0)
         torch.manual_seed(int(seed))
-        parallelize_module(model, tensor_parallel, dict(plan or {}))
+        if splits is None:
+            parallelize_module(model, tensor_parallel, dict(plan or {}))
+        else:
+            split_blocks(model, splits, tensor_parallel, plain=not shards)
     if "dp_shard" in names:
         for parameter in model.parameters():
             # FSDP2 takes no weights in channels_last; contiguous() would keep the strides of a 1x1 convolution's.
