@@ -158,8 +158,6 @@ def test_packed_is_padded(kind: str, head: str, sizes: tuple[int, ...] | None) -
         for name, value in got._asdict().items():
             if value is not None and value.shape[:2] == mask.shape:
                 assert not value[~mask].any(), name
-        if sizes is None:
-            torch.testing.assert_close(model.without_padding(**batch, **given), got)
         if "labels" in labels and labels["labels"].dim() == 2:
             torch.testing.assert_close(model(packed, labels=packed.take(labels["labels"], -100)).loss, output.loss)
 

@@ -243,7 +243,7 @@ def test_a_cpu_is_not_captured_unless_asked():
     train(step, draw(5))
     assert not step.captured
     assert capture_obstacles(model, optimizer_of(model)) == [
-        "the parameters are on cpu; CUDA graphs need a GPU: model.to('cuda')"
+        "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
     ]
 
 
@@ -432,11 +432,11 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "group": (
         lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}),
-        r"2 parameter groups, 1 were captured: call step.release\(\)",
+        r"lr of parameter group 1 was None .*call step.release\(\)",
     ),
     "frozen": (
         lambda model, optimizer: model[0].requires_grad_(False),
-        r"\d parameters learn now, .* when the step was captured: .*step\.release\(\)",
+        r"other parameters learn than when the step was captured: .*step\.release\(\)",
     ),
     "replaced": (
         lambda model, optimizer: setattr(model[0], "weight", nn.Parameter(model[0].weight.detach().clone())),

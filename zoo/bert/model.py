@@ -146,18 +146,6 @@ class Bert(nn.Module):
             x = layer(x, mask, rows)
         return self._score(x, labels, start_positions, end_positions, batch)
 
-    def without_padding(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
-    ) -> Output:  # fmt: skip
-        """Like a call on the padded batch [B, T], with the padding taken out before and put back, as zeros, after.
-
-        Waits for a device. Takes ``buckets`` as ``pack`` does, and labels as a call does.
-        """
-        batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
-        output: Output = self(batch, **labels)
-        return unpack(output, batch)
-
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
     ) -> Output:

@@ -82,38 +82,28 @@ class FrozenOptions:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._seen = [self._options(group) for group in optimizer.param_groups]
-        self._learning = self._which_learn()
+        self._seen, self._learning = self._options(), self._which_learn()
 
     def check(self) -> None:
         """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
-        groups = self._optimizer.param_groups
-        if len(groups) != len(self._seen):
-            raise RuntimeError(f"{len(groups)} parameter groups, {len(self._seen)} were captured: call step.release()")
-        for index, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
-            for name, value in self._options(group).items():
-                was = seen.get(name)
-                if value is was or (not isinstance(value, torch.Tensor) and value == was):
-                    continue
-                remedy = "write into the tensor (group['lr'].fill_(...))"
-                if name in ("momentum", "betas"):
-                    remedy = f"a schedule that cycles {name} cannot be captured: give it cycle_momentum=False"
-                elif name != "lr":
-                    remedy = "keep it as it was"
+        options = self._options()
+        for place, value in (self._seen | options).items():
+            was, value = self._seen.get(place), options.get(place)
+            if value is not was and (isinstance(value, Tensor) or value != was):
                 raise RuntimeError(
-                    f"{name} of parameter group {index} was {was} when the step was captured and is {value} now; "
-                    f"{remedy}, or call step.release() to capture again"
+                    f"{place[1]} of parameter group {place[0]} was {was} when the step was captured and is {value} "
+                    "now: write into a tensor (group['lr'].fill_(...)), give a schedule cycle_momentum=False, or call "
+                    "step.release() to capture again"
                 )
-        if (now := self._which_learn()) != self._learning:
-            were = f"{sum(self._learning)}, or others, did when the step was captured"
-            raise RuntimeError(f"{sum(now)} parameters learn now, {were}: call step.release()")
+        if self._which_learn() != self._learning:
+            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
 
     def _which_learn(self) -> list[bool]:
         return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
 
-    @staticmethod
-    def _options(group: dict[str, object]) -> dict[str, object]:
-        return {name: value for name, value in group.items() if name not in ("params", "initial_lr", "param_names")}
+    def _options(self) -> dict[tuple[int, str], object]:
+        groups, others = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")
+        return {(at, name): value for at, group in groups for name, value in group.items() if name not in others}
 
 
 def can_skip(optimizer: Optimizer) -> bool:

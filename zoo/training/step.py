@@ -104,7 +104,13 @@ class TrainingStep:
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
-        self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
+        self._captures = cuda_graph is True or (cuda_graph is None and self.device.type != "cpu")
+        self._must_capture = cuda_graph is True
+        if self._captures and (obstacles := self._obstacles()):
+            if cuda_graph:
+                raise ValueError(f"the step cannot be captured: {obstacles}")
+            self._captures = False
+            self._warn_uncaptured(obstacles, callers=2)
         # Keyed by the batches' structure: the last update of an epoch may have fewer of them.
         self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
@@ -114,16 +120,6 @@ class TrainingStep:
         begin_anew = weakref.WeakMethod(self._begin_anew)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
         weakref.finalize(self, hook.remove)
-
-    def _decide(self, wanted: bool | None) -> bool:
-        if wanted is False or (wanted is None and self.device.type == "cpu"):
-            return False
-        obstacles = self._obstacles()
-        if obstacles and wanted:
-            raise ValueError(f"the step cannot be captured: {obstacles}")
-        if obstacles:
-            self._warn_uncaptured(obstacles, callers=3)
-        return not obstacles
 
     def _obstacles(self) -> str:
         # On a CPU nothing is baked in.
@@ -165,10 +161,9 @@ class TrainingStep:
 
     def release(self) -> None:
         """Free captured CUDA graphs; a shape is captured again when it comes up."""
-        self._graphed.clear()
         self._options = None
-        self._seen.clear()
-        self._uncaptured.clear()
+        for captured in (self._graphed, self._seen, self._uncaptured):
+            captured.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
         """Write weights, optimizer, random and other states to ``model.safetensors`` and ``training.pt`` in a folder.
@@ -212,7 +207,10 @@ class TrainingStep:
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
         """Replay this shape; run it, or capture it first, if it is new."""
         leaves, structure = pytree.tree_flatten(batches)
-        if (why := _why_not_copied(leaves)) is not None:
+        try:
+            check_leaves(leaves)
+        except (TypeError, ValueError) as error:
+            why = f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
             self._refuse_if_forced(why)
             if why not in self._uncaptured:
                 self._uncaptured.add(why)
@@ -396,15 +394,6 @@ def _check_training(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
 
 
-def _why_not_copied(leaves: list[Any]) -> str | None:
-    """Why a batch cannot be copied into a CUDA graph's inputs, or None."""
-    try:
-        check_leaves(leaves)
-    except (TypeError, ValueError) as error:
-        return f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
-    return None
-
-
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -419,11 +408,9 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     The loss is not examined: a step that waits for the device is noticed when it runs.
     """
     devices = {parameter.device for parameter in model.parameters()}
-    found = ", ".join(sorted(map(str, devices))) or "no device"
-    if {device.type for device in devices} != {"cuda"}:
-        return [f"the parameters are on {found}; CUDA graphs need a GPU: model.to('cuda')"]
-    if len(devices) > 1:
-        return [f"the parameters are on {found}; a CUDA graph runs on one device"]
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
     name = type(optimizer).__name__
     obstacles = []
     if not can_skip(optimizer):
@@ -456,7 +443,7 @@ class FiniteWatch:
 
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
         self._goes_on = goes_on
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps seen
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self.skip = torch.zeros((), device=device)
@@ -464,34 +451,25 @@ class FiniteWatch:
     @torch.no_grad()
     def see(self, loss: Tensor, norm: Tensor | None) -> None:
         """Count a step and judge its loss and, if it is there, its gradients' norm."""
-        self._count += 1
+        self.count += 1
         bad = ~torch.isfinite(loss)
-        if norm is not None:
-            bad = bad | ~torch.isfinite(norm)
+        bad = bad if norm is None else bad | ~torch.isfinite(norm)
         first = bad & (self._first < 0)
-        self._first.copy_(torch.where(first, self._count, self._first))
+        self._first.copy_(torch.where(first, self.count, self._first))
         self._loss.copy_(torch.where(first, loss.to(self._loss.dtype), self._loss))
         self.skip.copy_((self._first >= 0).to(self.skip.dtype))
 
     def check(self) -> None:
         """Wait for the device and raise NonFiniteError for the first bad step, once: later steps then train again."""
-        step = int(self._first)
-        if step < 0:
-            return
-        error = NonFiniteError(step, float(self._loss), self._goes_on)
-        self._forget()
-        raise error
+        if (step := int(self._first)) >= 0:
+            self._forget()
+            raise NonFiniteError(step, float(self._loss), self._goes_on)
 
     def begin_at(self, count: int) -> None:
         """Continue after so many steps; none of them is reported."""
-        self._count.fill_(count)
+        self.count.fill_(count)
         self._forget()
 
     def _forget(self) -> None:
         self._first.fill_(-1)
         self.skip.zero_()
-
-    @property
-    def count(self) -> int:
-        """Steps seen. Waits for the device."""
-        return int(self._count)
