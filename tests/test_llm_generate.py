@@ -224,7 +224,11 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"max_new_tokens": 511}, ValueError, "513 tokens, but the model has 512"),
+        (
+            {"max_new_tokens": 511},
+            ValueError,
+            "row 0 has 2 tokens and max_new_tokens is 511, but the cache has 512 slots",
+        ),
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"top_k": 0}, ValueError, "top_k is 0"),

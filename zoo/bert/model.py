@@ -10,7 +10,6 @@ All layers share one graph, at any depth. Embeddings and small heads stay eager.
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +32,7 @@ from zoo.bert.layer import (
     make_head,
     rows_of,
 )
-from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
+from zoo.bert.packing import PackedBatch, check_ids, counted_positions
 from zoo.engine.region import Region, in_process_on_gpus
 from zoo.weights import initialise
 

@@ -82,14 +82,6 @@ class GenerationOptions:
         return ends
 
 
-def slots_for(model: LLM, rows: Rows, options: GenerationOptions) -> int:
-    """Slots of a cache for prompts and answers: a power of two, so that texts of similar lengths share their graphs."""
-    longest, limit = max(map(len, rows)) + options.max_new_tokens, model.config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(f"prompt and max_new_tokens are {longest} tokens, but the model has {limit} positions")
-    return min(max(16, 1 << (longest - 1).bit_length()), limit)
-
-
 class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
@@ -151,7 +143,7 @@ class Session:
             if length + len(row) + options.max_new_tokens > self.cache.slots:
                 raise ValueError(
                     f"row {index} has {length + len(row)} tokens and max_new_tokens is {options.max_new_tokens}, but "
-                    f"the cache has {self.cache.slots} slots: take a larger one, or fewer tokens"
+                    f"the cache has {self.cache.slots} slots: take fewer tokens, or more slots where positions allow it"
                 )
         ends = options.end_tokens(self.model.config)
         self._turn += 1

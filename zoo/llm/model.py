@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.generate import GenerationOptions, Prompts, Session, prompt_rows, slots_for
+from zoo.llm.generate import GenerationOptions, Prompts, Session, prompt_rows
 from zoo.ops.attention import (
     attend,
     decode_attention,
@@ -498,7 +498,9 @@ class LLM(nn.Module):
     ) -> Iterator[Tensor]:
         """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
         checked, rows = GenerationOptions(**options), prompt_rows(tokens, self.config.vocab_size)
-        slots = slots_for(self, rows, checked)
+        longest = max(map(len, rows)) + checked.max_new_tokens
+        # A power of two, so that texts of similar lengths share their graphs.
+        slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
         session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
         return session.start(rows, checked)
 
@@ -526,20 +528,16 @@ class LLM(nn.Module):
         batch, tokens = input_ids.shape
         if cache is not None and x.requires_grad:
             raise ValueError("a cache has no gradients: call the model under torch.inference_mode(), or without it")
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(tokens, device=x.device)[None]
         window = self.config.sliding_window
+        positions = torch.arange(tokens, device=x.device)[None] if position_ids is None else position_ids
         if cache is None:
-            mask = token_mask(tokens, attention_mask, window, x.device)
-        else:
-            positions = positions.expand(batch, tokens).long().contiguous()
-        rotary = self.rotary(positions)
-        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
-        if cache is None:
+            mask, rotary = token_mask(tokens, attention_mask, window, x.device), self.rotary(positions)
             for layer in self.layers:
                 x = layer(x, rotary, mask)
             return x
+        positions = positions.expand(batch, tokens).long().contiguous()
+        rotary = self.rotary(positions)
+        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
         for layer, held in zip(self.layers, cache.layers, strict=True):
             x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
         return x
@@ -557,16 +555,13 @@ def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
 
 def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
     """The mask of ``attend_tokens`` for padding and a window; None where causal attention needs none."""
-    if window is not None and window >= tokens:
-        window = None
-    if attention_mask is None and window is None:
+    narrow = window is not None and window < tokens
+    if attention_mask is None and not narrow:
         return None
     index = torch.arange(tokens, device=device)
     distance = index[:, None] - index
     mask = distance >= 0
-    if window is not None:
-        mask = mask & (distance < window)
-    mask = mask[None, None]
+    mask = (mask & (distance < window) if narrow else mask)[None, None]  # type: ignore[operator]
     if attention_mask is not None:
         # Padding sees itself: a row that sees nothing would be NaN, and poison all rows through its value.
         mask = (mask & attention_mask.bool()[:, None, None]) | (distance == 0)
@@ -581,14 +576,13 @@ def _check_inputs(
     validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
-    sizes = {"B": batch, "T": tokens}
-    if attention_mask is not None and cache is not None:
-        raise ValueError("attention_mask and cache cannot both be given; repeat the last token of short rows")
+    sizes, limit = {"B": batch, "T": tokens}, config.max_position_embeddings
     if attention_mask is not None:
+        if cache is not None:
+            raise ValueError("attention_mask and cache cannot both be given; repeat the last token of short rows")
         validate.tensor("attention_mask", attention_mask, "B T", sizes=sizes)
     if cache is not None:
         _check_cache(cache, model, input_ids, position_ids is None)
-    limit = config.max_position_embeddings
     if position_ids is None and tokens > limit:
         raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
     if position_ids is not None:
