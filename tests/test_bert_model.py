@@ -13,8 +13,7 @@ import zoo
 from tests.blocks import graphs_of
 from zoo.bert import BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
-from zoo.bert.model import PRESETS
-from zoo.bert.packing import filling_rows
+from zoo.bert.model import PRESETS, filling_rows
 from zoo.engine.graph_log import LEDGER
 
 
