@@ -117,7 +117,7 @@ def test_what_cannot_be_packed(inputs: dict[str, Any], error: type[Exception], m
 
 def test_packed_batches_of_another_model() -> None:
     model = zoo.create("bert-debug")
-    with pytest.raises(ValueError, match="attention_mask given with a packed batch"):
+    with pytest.raises(ValueError, match="a packed batch holds its own mask"):
         model(pack(IDS), MASK)
     with pytest.raises(ValueError, match="the batch has rows of 70 tokens, but the model 64 positions"):
         model(pack(IDS, length=70))

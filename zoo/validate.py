@@ -14,6 +14,8 @@ they never wait for one::
         one_of(self, "kind", ("bert", "roberta"))
 """
 
+import sys
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -134,6 +136,14 @@ def check_device(device: torch.device | str, what: str) -> None:
     """Refuse a dtype in the place of a device, which would turn the indices in ``what`` into floats."""
     if isinstance(device, torch.dtype):
         raise TypeError(f"device is {device}: {what} moves to a device, and keeps its dtypes")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """A warning that points to the line outside of the zoo that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "zoo":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 # Fields of configs

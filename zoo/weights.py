@@ -9,8 +9,6 @@ is imported inside these functions, never by ``import zoo``.
 
 import dataclasses
 import re
-import sys
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import locate, read_tensors, replacing, write_tensors
+from zoo.validate import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 Table = Mapping[str, "str | Placement"]
@@ -291,18 +290,8 @@ def check_finite(model: nn.Module, source: str) -> None:
     """Warn the zoo's caller if a weight is NaN or infinite."""
     broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
     if broken:
-        warn(
-            f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}; "
-            "warnings.simplefilter('error', zoo.WeightsWarning) makes this an error"
-        )
-
-
-def warn(message: str) -> None:
-    """A WeightsWarning that points to the line outside of the zoo that called it."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "zoo":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, WeightsWarning, stacklevel=level)
+        message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
+        warn(f"{message}; warnings.simplefilter('error', zoo.WeightsWarning) makes this an error", WeightsWarning)
 
 
 def check_dtype(dtype: Any) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
 from zoo.files import read_tensors, upstream
-from zoo.weights import Placement, Table, WeightMap, initialise, warn
+from zoo.validate import warn
+from zoo.weights import Placement, Table, WeightMap, WeightsWarning, initialise
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {
@@ -104,7 +105,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
         if group and not group.keys() & fitted.keys():
             like, drawn = next(iter(fitted.values()), torch.empty(0)), _drawn_head(config)
             fitted |= {key: drawn[name].to(like) for key, name in group.items()}
-            warn(f"{source} has no {what}: it starts from random weights and needs training")
+            warn(f"{source} has no {what}: it starts from random weights and needs training", WeightsWarning)
     return fitted
 
 

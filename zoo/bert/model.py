@@ -186,11 +186,9 @@ def pack(
         raise ValueError(f"length is {length}, but the model has {config.positions} positions")
     kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     lengths = kept.sum(1)
-    if bool((lengths == 0).any()):
-        empty = (lengths == 0).nonzero().flatten().tolist()
+    if empty := (lengths == 0).nonzero().flatten().tolist():
         raise ValueError(f"attention_mask: row(s) {empty[:8]} have no token; leave them out of the batch")
-    real = int(lengths.sum())
-    added = _added_rows(real, rows - batch, rows, length, buckets)
+    added = _added_rows(int(lengths.sum()), rows - batch, rows, length, buckets)
 
     first, columns = None, torch.arange(tokens, device=input_ids.device)[None]  # BERT's positions
     if position_ids is None:
@@ -218,10 +216,9 @@ def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
         padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)
         return padded.index_copy(0, batch.places, packed)[:-1].unflatten(0, (batch.rows, batch.length))
     output: Any = packed
-    per_token = [name for name in output._fields if name in ("last_hidden_state", "start_logits", "end_logits")]
-    if isinstance(packed, TokenScores):
-        per_token = ["logits"]
-    return output._replace(**{name: unpack(getattr(output, name), batch, fill) for name in per_token})
+    names = ("logits",) if isinstance(packed, TokenScores) else ("last_hidden_state", "start_logits", "end_logits")
+    padded_fields = {name: unpack(getattr(output, name), batch, fill) for name in names if hasattr(output, name)}
+    return output._replace(**padded_fields)
 
 
 class Bert(nn.Module):
@@ -289,22 +286,20 @@ class Bert(nn.Module):
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
     ) -> Output:
-        head, labels = self.head, _match_mode(labels)
-        match head:
-            case PoolerHead():
+        labels, start, end = map(_match_mode, (labels, start, end))
+        match self.head:
+            case PoolerHead() as head:
                 return Encoding(x, head(_first_tokens(x, batch)))
-            case MaskedLMHead():
+            case MaskedLMHead() as head:
                 weight = self.embeddings.word_embeddings.weight if self.decoder is None else self.decoder.weight
                 return head(x, weight, labels)
-            case SequenceHead():
+            case SequenceHead() as head:
                 return head(_first_tokens(x, batch), labels)
-            case TokenHead():
+            case TokenHead() as head:
                 return head(x, labels)
-            case SpanHead():
-                start, end = _match_mode(start), _match_mode(end)
-                if batch is None:
-                    return head(x, start, end)
-                return head(x, start, end, batch.rows, batch.length, _match_mode(batch.places))
+            case SpanHead() as head:
+                packing = () if batch is None else (batch.rows, batch.length, _match_mode(batch.places))
+                return head(x, start, end, *packing)
         return Encoding(x)
 
 
@@ -345,10 +340,11 @@ def _added_rows(real: int, missing: int, rows: int, length: int, buckets: Sequen
     if buckets is None:
         return [1] * missing
     sizes = sorted(set(buckets))
-    if not sizes or sizes[0] < 1:
-        raise ValueError(f"buckets is {buckets!r}, expected sizes in tokens; token_buckets(rows, length) makes them")
-    if length < 2:
-        raise ValueError(f"length is {length}, but rows that fill a bucket up need at least 2 tokens to differ")
+    if not sizes or sizes[0] < 1 or length < 2:
+        raise ValueError(
+            f"buckets is {buckets!r} and length {length}, expected sizes in tokens and rows of at least 2; "
+            "token_buckets(rows, length) makes them"
+        )
     filling = filling_rows(sizes, rows, length)
     needed = real + missing + filling
     size = next((size for size in sizes if size >= needed), None)
@@ -367,9 +363,8 @@ def _check_inputs(
 ) -> None:  # fmt: skip
     if isinstance(input_ids, PackedBatch):
         batch = input_ids
-        own = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        if twice := [name for name, value in own.items() if value is not None]:
-            raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
+        if any(each is not None for each in (attention_mask, token_type_ids, position_ids)):
+            raise ValueError("a packed batch holds its own mask, token types and positions: pass them to pack()")
         if batch.length > config.positions:
             raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
         if batch.first_position not in (None, config.first_position):

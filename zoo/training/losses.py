@@ -78,9 +78,8 @@ class _Chunked(torch.autograd.Function):
         later = x.dtype == torch.float16
         scale = torch.ones_like(share) if later else share
         losses: list[Tensor] = []
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        grad_x = torch.empty_like(x) if wants_x else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(x.device.type, enabled=False):
             for start, known, part_labels in _chunks(labels, chunk):
                 some, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)

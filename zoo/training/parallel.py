@@ -169,15 +169,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
 
 def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    right = tuple(name for name in DIMENSIONS if name in names)
-    if not names or names != right:
+    if not names or names != tuple(name for name in DIMENSIONS if name in names):
         raise ValueError(
             f"the mesh's dimensions are {mesh.mesh_dim_names}, expected some of {DIMENSIONS} in this order: "
             "init_device_mesh(device, sizes, mesh_dim_names=...)"
         )
     devices = {parameter.device.type for parameter in model.parameters()}
-    if "meta" in devices:
-        raise ValueError("parameters are on the meta device: parallelize spreads weights that are there")
     if devices != {mesh.device_type}:
         found = ", ".join(sorted(devices)) or "nowhere"
         raise ValueError(f"the parameters are on {found}, the mesh is of {mesh.device_type}: model.to(...) first")
@@ -210,7 +207,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, opti
     from zoo.llm import LLM
 
     for block in blocks:
-        if any(True for _ in block.parameters()):
+        if list(block.parameters()):
             fully_shard(block, mesh=mesh, **options)
     # The root's are needed first in the backward: they stay.
     options.pop("reshard_after_forward", None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -110,8 +109,8 @@ class TrainingStep:
             if cuda_graph:
                 raise ValueError(f"the step cannot be captured: {obstacles}")
             self._captures = False
-            self._warn_uncaptured(obstacles, callers=2)
-        # Keyed by the batches' structure: the last update of an epoch may have fewer of them.
+            _warn_uncaptured(obstacles)
+        # Keyed by the batches' structure and shapes, as all that follows.
         self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
@@ -210,47 +209,41 @@ class TrainingStep:
         try:
             check_leaves(leaves)
         except (TypeError, ValueError) as error:
-            why = f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
-            self._refuse_if_forced(why)
-            if why not in self._uncaptured:
-                self._uncaptured.add(why)
-                self._warn_uncaptured(why, callers=3)
+            bad = f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
+            self._refuse_if_forced(bad)
+            self._note_uncaptured(bad, bad)
             return self._run(*batches)
-        shapes, graphed = shapes_of(leaves), self._graphed.get(structure)
-        if graphed is not None and shapes in graphed:
+        kind = structure, shapes_of(leaves)
+        if kind in self._graphed:
             assert self._options is not None
             self._options.check()
-            return graphed(*batches)
-        kind = structure, shapes
+            return self._graphed[kind](*batches)
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
-        if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
-            self._uncaptured.add(kind)
-            self._warn_uncaptured(f"{describe(leaves)}: {why}", callers=3)
-        return self._run(*batches) if kind in self._uncaptured else self._graphed[structure](*batches)
+        if kind not in self._uncaptured and (why := self._capture(batches, kind)) is not None:
+            self._note_uncaptured(kind, f"{describe(leaves)}: {why}")
+        return self._graphed.get(kind, self._run)(*batches)
 
-    def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
+    def _capture(self, batches: tuple[Any, ...], kind: Any) -> str | None:
         """Capture a shape, or say why it cannot be."""
         # A state that was loaded since the last check may have brought another learning rate.
         if self._options is None and (obstacles := self._obstacles()):
             self._refuse_if_forced(obstacles)
             return obstacles
-        if len(self.captured) >= self._most_graphs:
+        if len(self._graphed) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
+        pool = next((graphed.pool for graphed in self._graphed.values()), None)
         try:
-            if structure in self._graphed:
-                self._graphed[structure].add_bucket(batches, warmup=0)
-            else:
-                pool = next((graphed.pool for graphed in self._graphed.values()), None)
-                options: dict[str, Any] = {"clone_outputs": True, "static": (), "warmup": 0, "pool": pool}
-                self._graphed[structure] = GraphedStep(self._run, [(batches, {})], **options)
-                self._options = self._options or FrozenOptions(self.optimizer)
+            self._graphed[kind] = GraphedStep(
+                self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
+            )
         except CaptureError as error:
             if self._must_capture:
                 raise
             return str(error)
+        self._options = self._options or FrozenOptions(self.optimizer)
         return None
 
     def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
@@ -271,15 +264,17 @@ class TrainingStep:
             self._refuse_if_forced(why)
             self._captures = False
             self.release()
-            self._warn_uncaptured(why, callers=4)
+            _warn_uncaptured(why)
         return loss
 
     def _refuse_if_forced(self, why: str) -> None:
         if self._must_capture:
             raise CaptureError(f"the step cannot be captured: {why}")
 
-    def _warn_uncaptured(self, why: str, *, callers: int) -> None:
-        warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
+    def _note_uncaptured(self, key: Any, why: str) -> None:
+        if key not in self._uncaptured:
+            self._uncaptured.add(key)
+            _warn_uncaptured(why)
 
     def _run(self, *batches: Any) -> Tensor:
         """The whole step, which a capture records."""
@@ -392,6 +387,10 @@ def _refuse_several_processes(groups: Sequence[Any]) -> None:
 def _check_training(model: nn.Module) -> None:
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
+
+
+def _warn_uncaptured(why: str) -> None:
+    validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
 
 def _check_loss(loss: Any) -> None:

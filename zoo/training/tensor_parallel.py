@@ -150,12 +150,12 @@ def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, plain: bool, order: 
     A shard must be consecutive: rows are put in ``order`` before. A state dict has them as they were, in which order
     any number of processes reads it.
     """
-    layer.row_order = order  # type: ignore[assignment]
-    layer.placements = {"weight": Shard(dim), "bias": Replicate() if dim else Shard(0)}  # type: ignore[assignment]
+    placements = {"weight": Shard(dim), "bias": Replicate() if dim else Shard(0)}
+    layer.row_order, layer.placements = order, placements  # type: ignore[assignment]
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        learns, whole = parameter.requires_grad, parameter.detach()
-        whole = whole if order is None else reorder(whole, order)
-        part: Any = distribute_tensor(whole, mesh, [layer.placements[name]], src_data_rank=None)  # type: ignore[index]
+        learns = parameter.requires_grad
+        whole = parameter.detach() if order is None else reorder(parameter.detach(), order)
+        part: Any = distribute_tensor(whole, mesh, [placements[name]], src_data_rank=None)
         if plain and not learns:
             part = part.to_local().clone()  # or it would be a view, and the whole stay in memory
         layer.register_parameter(name, nn.Parameter(part, requires_grad=learns))
