@@ -1,5 +1,6 @@
 """The families of the zoo, and their models by name."""
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -101,11 +102,17 @@ def create(
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}{_did_you_mean(key, fields)}; it has {', '.join(fields)}")
     config = dataclasses.replace(config, **overrides)
+    check_dtype(dtype)
     # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.
     with torch.inference_mode(False):
         if weights is None:
-            return _build(family, config, device, dtype).eval()
-        check_dtype(dtype)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype or before)
+            try:
+                with torch.device(torch.get_default_device() if device is None else device):
+                    return family.weights.new(config).eval()
+            finally:
+                torch.set_default_dtype(before)
         path = family.weights.locate(name, weights)
         if path.is_dir():
             family.weights.check_folder(path, config, overrides)
@@ -130,13 +137,11 @@ def from_upstream(module: nn.Module) -> nn.Module:
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():
-        if packages & set(family.upstream_packages):
-            try:
+        if packages.intersection(family.upstream_packages):
+            with contextlib.suppress(NotImplementedError):
                 model: nn.Module = family.weights.from_upstream(module)
-            except NotImplementedError:
-                continue
-            check_finite(model, type(module).__name__)
-            return model
+                check_finite(model, type(module).__name__)
+                return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
     raise TypeError(
         f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}; "
@@ -165,18 +170,6 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"{name} is {size!r}, expected an integer")
     return family.example_inputs(model, **sizes)
-
-
-def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    check_dtype(dtype)
-    before = torch.get_default_dtype()
-    try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
-        with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-            return family.weights.new(config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _did_you_mean(wrong: str, known: Any) -> str:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 INTEGERS = (torch.int64, torch.int32)
-_SEEDS = -(2**63), 2**64 - 1  # what a torch.Generator takes
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -121,9 +120,8 @@ def check_seed(seed: int) -> None:
     """Refuse a seed that ``torch.Generator`` does not take."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed is {seed!r}, expected an integer")
-    least, greatest = _SEEDS
-    if not least <= seed <= greatest:
-        raise ValueError(f"seed is {seed}, expected {least} to {greatest}: what fits into 64 bits")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}, expected what fits into 64 bits, as torch.Generator takes it")
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -34,19 +34,15 @@ def checkpoint_regions(
     Raises:
         ValueError: If the model is not compiled, has no block of this class, or is checkpointed already.
     """
-    plan = plan_of(model)
-    if plan is None:
+    if (plan := plan_of(model)) is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     if every < 1:
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
-    regions = list(plan.modules_of(model).values())
-    blocks = [module for module in regions if type(module) is cls]
-    around = not blocks
-    if around:
-        # A region of our kernels alone stays eager: a module around such regions is a block too.
-        declared = {region.cls for region in declared_regions(model)}
-        held = set(regions).union(module for module in model.modules() if type(module) in declared)
-        blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
+    regions = set(plan.modules_of(model).values())
+    # A region of our kernels alone stays eager: a module around such regions is a block too.
+    declared = {region.cls for region in declared_regions(model)}
+    held = regions.union(module for module in model.modules() if type(module) in declared)
+    blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
         names = sorted({type(module).__name__ for module in regions})
         raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
@@ -54,7 +50,7 @@ def checkpoint_regions(
         raise ValueError(f"a {cls.__name__} is never called; name the class of the modules in it")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
-    if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
+    if eager := sum(block in regions and block._compiled_call_impl is None for block in blocks):
         raise ValueError(f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now: compile the model again")
     for block in blocks[::every]:
         call = block._compiled_call_impl or block._call_impl

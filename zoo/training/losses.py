@@ -113,13 +113,11 @@ def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
 
     All are of one size, for which rows are compiled: the last one overlaps.
     """
-    rows = len(labels)
-    size = min(size, rows)
+    rows, size = len(labels), min(size, len(labels))
     found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
-    if left := rows % size if size else 0:
-        last = labels[rows - size :]
+    if left := rows % size:
         known = torch.arange(size, device=labels.device) < size - left
-        found.append((rows - size, size - left, torch.where(known, IGNORED, last)))
+        found.append((rows - size, size - left, torch.where(known, IGNORED, labels[rows - size :])))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,16 +27,11 @@ class AdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
-        amsgrad: bool = False, *, maximize: bool = False, foreach: bool | None = None, capturable: bool = False,
-        differentiable: bool = False, fused: bool | None = True,
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, *args: Any, foreach: bool | None = None,
+        fused: bool | None = True, **options: Any,
     ) -> None:  # fmt: skip
         _refuse_other_than_fused(foreach, fused)
-        super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad,
-            maximize=maximize, capturable=capturable, differentiable=differentiable, fused=True,
-        )  # fmt: skip
+        super().__init__(params, lr, *args, fused=True, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
@@ -109,12 +103,6 @@ class FrozenOptions:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def wants_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` must be given a function that computes the loss, as that of LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def starts_defined(optimizer: Optimizer) -> bool:

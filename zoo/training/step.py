@@ -23,7 +23,7 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined, wants_closure
+from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -350,15 +350,10 @@ def _check_options(
 ) -> None:
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
-    given = [param for group in optimizer.param_groups for param in group["params"] if param in own]
-    if not given:
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if own.isdisjoint(given):
         raise ValueError(f"{name} has none of the {len(own)} parameters of this {cls}: make it of model.parameters()")
-    if not any(param.requires_grad for param in given):
-        which = f"none of the {len(given)} parameters that {name} has of this {cls}"
-        raise ValueError(f"{which} requires a gradient: call model.requires_grad_(True)")
-    if wants_closure(optimizer):
-        raise ValueError(f"{name}.step() needs a closure, but a step runs the loss once: take another optimizer")
-    spread = [param for group in optimizer.param_groups for param in group["params"]] if groups_of(model) else []
+    spread = given if groups_of(model) else []
     if stale := sum(param not in own for param in spread):
         raise ValueError(f"{stale} of {name}'s parameters are not of this {cls}: make it after parallelize")
     kinds = {getattr(param, "device_mesh", None) for param in spread}
@@ -398,7 +393,9 @@ def _check_loss(loss: Any) -> None:
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
     if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
+        raise ValueError(
+            "the loss has no gradient: it was detached, or depends on no parameter that learns (requires_grad_)"
+        )
 
 
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
