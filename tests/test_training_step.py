@@ -463,24 +463,6 @@ def test_a_captured_step_refuses_what_changed_since(name: str):
     assert torch.equal(model[0].weight, before) == (name in ("frozen", "replaced"))
 
 
-@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
-def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, captures: bool):
-    batches = draw(12, device=device)
-
-    def unfrozen(fused: bool) -> list[float]:
-        model = build(device)
-        model[0].requires_grad_(False)
-        rate = torch.tensor(1e-2, device=device) if fused else 1e-2
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=fused)
-        step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures and fused)
-        losses = [step(batch).item() for batch in batches[:5]]
-        model[0].requires_grad_(True)
-        step.release()
-        return losses + [step(batch).item() for batch in batches[5:]]
-
-    assert unfrozen(True) == pytest.approx(unfrozen(False), rel=1e-5)
-
-
 # --- steps that are cut off ---
 
 

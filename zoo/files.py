@@ -55,18 +55,13 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
         return path
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or path.suffix in (".safetensors", *_PICKLED):
-        raise FileNotFoundError(
-            f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name, "
-            "such as google-bert/bert-base-uncased"
-        )
+        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
     errors = upstream("huggingface_hub.errors")
     try:
         return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"weights {name!r}: no such file or folder here, and the hub did not give it ({type(error).__name__}); "
-            "check the name and the network, or give the path of a downloaded folder"
-        ) from error
+        missing = f"no such file or folder here, and the hub did not give it ({type(error).__name__})"
+        raise FileNotFoundError(f"weights {name!r}: {missing}; check the name and the network") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -54,10 +54,8 @@ def family_of(model: nn.Module) -> Family:
     for family in _FAMILIES.values():
         if type(model) in family.weights.classes:
             return family
-    raise TypeError(
-        f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; "
-        "zoo.from_upstream(module) converts an upstream library's"
-    )
+    name = f"{type(model).__module__}.{type(model).__name__}"
+    raise TypeError(f"{name} is not a model of the zoo; zoo.from_upstream(module) converts an upstream library's")
 
 
 def list_models(family: str | None = None) -> list[str]:

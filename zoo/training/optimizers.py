@@ -103,23 +103,3 @@ class FrozenOptions:
 def can_skip(optimizer: Optimizer) -> bool:
     """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def starts_defined(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's state is defined if its first update is skipped; gives SGD's momentum its zeros.
-
-    Torch's fused SGD allocates momentum without values and writes it in the first update, unless that is skipped. It
-    also refuses a parameter without momentum, such as one that was unfrozen later, beside others that have it.
-    """
-    if not can_skip(optimizer):
-        return True
-    if isinstance(optimizer, torch.optim.SGD):
-        with_momentum = [group for group in optimizer.param_groups if group["momentum"]]
-        if any(group["dampening"] for group in with_momentum):
-            return bool(optimizer.state)  # whose first update is unlike all later ones
-        for group in with_momentum:
-            for param in group["params"]:
-                if param.requires_grad and optimizer.state[param].get("momentum_buffer") is None:
-                    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        return True
-    return bool(optimizer.state) or isinstance(optimizer, (torch.optim.Adam, torch.optim.Adagrad))

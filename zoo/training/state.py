@@ -178,7 +178,6 @@ def _weights(model: nn.Module, file: Path, pair: str | None) -> dict[str, Tensor
         elif name in found and found[name].dtype != tensor.dtype:
             wrong.append(f"{name} is {found[name].dtype}, not {tensor.dtype}")
     if wrong:
-        raise ValueError(
-            f"{file} was saved from another model than this {type(model).__name__}: {'; '.join(wrong[:3])}"
-        )
+        name = type(model).__name__
+        raise ValueError(f"{file} was saved from another model than this {name}: {'; '.join(wrong[:3])}")
     return found

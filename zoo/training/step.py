@@ -23,7 +23,7 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined
+from zoo.training.optimizers import AdamW, FrozenOptions, can_skip
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -320,14 +320,13 @@ class TrainingStep:
         if not self._skips or not self._updated:
             # Also at the first update, which compiles, so that waiting costs nothing.
             self._watch.check()
-        # A capture must not set state up: each replay would do it again.
-        defined = is_captured(self.device) or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
-            before = None if defined else self.scaler.get_scale()
+            first = not (is_captured(self.device) or self._updated or self.optimizer.state)
+            before = self.scaler.get_scale() if first else 0.0
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            if before is not None and self.scaler.get_scale() < before:
-                self.optimizer.state.clear()  # the update was skipped: the next one is the first
+            if first and self.scaler.get_scale() < before:
+                self.optimizer.state.clear()  # the update was skipped, and may have left a momentum without values
                 return
         elif self._skips:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._watch.skip  # type: ignore[attr-defined]
@@ -373,10 +372,8 @@ def _check_options(
 
 def _refuse_several_processes(groups: Sequence[Any]) -> None:
     if groups:
-        raise ValueError(
-            "the model is spread over several processes: torch.distributed.checkpoint.save({'step': step}, "
-            "checkpoint_id=folder), and load, on all of them"
-        )
+        call = "torch.distributed.checkpoint.save({'step': step}, checkpoint_id=folder)"
+        raise ValueError(f"the model is spread over several processes: {call}, and load, on all of them")
 
 
 def _check_training(model: nn.Module) -> None:
@@ -393,9 +390,7 @@ def _check_loss(loss: Any) -> None:
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
     if not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was detached, or depends on no parameter that learns (requires_grad_)"
-        )
+        raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
