@@ -23,7 +23,7 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import AdamW, FrozenOptions, can_skip
+from zoo.training.fused import AdamW
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -99,7 +99,7 @@ class TrainingStep:
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
         # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
-        self._skips = can_skip(optimizer)
+        self._skips = _can_skip(optimizer)
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
@@ -393,6 +393,11 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
 
@@ -404,7 +409,7 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
         return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
     name = type(optimizer).__name__
     obstacles = []
-    if not can_skip(optimizer):
+    if not _can_skip(optimizer):
         can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
         remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
@@ -464,3 +469,32 @@ class FiniteWatch:
     def _forget(self) -> None:
         self._first.fill_(-1)
         self.skip.zero_()
+
+
+class FrozenOptions:
+    """An optimizer's options at the capture: the CUDA graph would not notice a change."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen, self._learning = self._options(), self._which_learn()
+
+    def check(self) -> None:
+        """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
+        options = self._options()
+        for place, value in (self._seen | options).items():
+            was, value = self._seen.get(place), options.get(place)
+            if value is not was and (isinstance(value, Tensor) or value != was):
+                raise RuntimeError(
+                    f"{place[1]} of parameter group {place[0]} was {was} when the step was captured and is {value} "
+                    "now: write into a tensor (group['lr'].fill_(...)), give a schedule cycle_momentum=False, or call "
+                    "step.release() to capture again"
+                )
+        if self._which_learn() != self._learning:
+            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
+
+    def _which_learn(self) -> list[bool]:
+        return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _options(self) -> dict[tuple[int, str], object]:
+        groups, others = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")
+        return {(at, name): value for at, group in groups for name, value in group.items() if name not in others}
