@@ -132,22 +132,18 @@ class Session:
 
         The next prompt continues after the yielded tokens: leaving the loop early cuts the answer there.
         """
-        return self.start(prompt_rows(tokens, self.model.config.vocab_size), GenerationOptions(**options))
-
-    def start(self, rows: Rows, options: GenerationOptions) -> Iterator[Tensor]:
-        """Check a request now, and return the iterator that runs it, as ``stream``."""
-        if len(rows) != self.cache.batch:
-            raise ValueError(f"tokens has {len(rows)} rows, but the cache {self.cache.batch}")
-        rows = [[*pending, *row] for pending, row in zip(self._pending, rows, strict=True)]
+        config, checked, slots = self.model.config, GenerationOptions(**options), self.cache.slots
+        prompts, new = prompt_rows(tokens, config.vocab_size), checked.max_new_tokens
+        if len(prompts) != self.cache.batch:
+            raise ValueError(f"tokens has {len(prompts)} rows, but the cache {self.cache.batch}")
+        rows = [[*pending, *row] for pending, row in zip(self._pending, prompts, strict=True)]
         for index, (length, row) in enumerate(zip(self.lengths, rows, strict=True)):
-            if length + len(row) + options.max_new_tokens > self.cache.slots:
-                raise ValueError(
-                    f"row {index} has {length + len(row)} tokens and max_new_tokens is {options.max_new_tokens}, but "
-                    f"the cache has {self.cache.slots} slots: take fewer tokens, or more slots where positions allow it"
-                )
-        ends = options.end_tokens(self.model.config)
+            if (held := length + len(row)) + new > slots:
+                text = f"row {index} has {held} tokens and max_new_tokens is {new}, but the cache has {slots} slots"
+                raise ValueError(f"{text}: take fewer tokens, or more slots where the model has as many positions")
+        ends = checked.end_tokens(config)
         self._turn += 1
-        return self._run(rows, options, ends, self._turn)
+        return self._run(rows, checked, ends, self._turn)
 
     def _run(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...], turn: int) -> Iterator[Tensor]:
         self._check_turn(turn)

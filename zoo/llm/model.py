@@ -497,12 +497,12 @@ class LLM(nn.Module):
         self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
     ) -> Iterator[Tensor]:
         """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
-        checked, rows = GenerationOptions(**options), prompt_rows(tokens, self.config.vocab_size)
-        longest = max(map(len, rows)) + checked.max_new_tokens
+        rows = prompt_rows(tokens, self.config.vocab_size)
+        longest = max(map(len, rows)) + GenerationOptions(**options).max_new_tokens
         # A power of two, so that texts of similar lengths share their graphs.
         slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
         session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
-        return session.start(rows, checked)
+        return session.stream(rows, **options)
 
     def make_cache(self, batch: int, slots: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache of ``batch`` rows of ``slots`` tokens on the weights' device, in their or autocast's dtype.

@@ -35,10 +35,10 @@ def parallelize(
     happens is what the mesh's dimensions are named, in this order:
 
     1. Parameters and buffers are copied from the first process of the mesh to all others.
-    2. ``tp``: linear layers are split by torch's ``parallelize_module``. Blocks of an ``LLM`` and of a ``Bert`` have a
-       plan: each process holds some heads and a part of the MLP; embeddings, norms and output products are not split.
-       For inference call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the
-       host needs less time for each call than with DTensors.
+    2. ``tp``: linear layers are split. Of the blocks of an ``LLM`` or a ``Bert`` each process holds some heads and a
+       part of the MLP; embeddings, norms and output products are not split. Other models need ``plan``. For inference
+       call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the host needs
+       less time for each call than with DTensors.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
