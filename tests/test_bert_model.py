@@ -107,7 +107,7 @@ def test_wrong_labels(options: dict[str, Any], labels: dict[str, Any], error: ty
         ({"config": PRESETS["bert-debug"], "input_ids": IDS * 200}, ValueError, "input_ids has values from 200"),
         ({"buckets": (8,)}, ValueError, r"10 tokens and needs room for 2 of padding, but the largest bucket holds 8"),
         ({"buckets": ()}, ValueError, "expected sizes in tokens"),
-        ({"buckets": (8,), "input_ids": IDS[:, :1]}, ValueError, "length is 1"),
+        ({"buckets": (8,), "input_ids": IDS[:, :1]}, ValueError, "length 1, expected sizes in tokens"),
     ],
 )
 def test_what_cannot_be_packed(inputs: dict[str, Any], error: type[Exception], message: str) -> None:
