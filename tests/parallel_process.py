@@ -153,7 +153,7 @@ def refusals(sizes: dict[str, int]) -> None:
     refused("compile is False, but backend", lambda: parallelize(llm, tp, compile=False, backend="eager"))
     refused("compile is False, but checkpoint", lambda: parallelize(llm, tp, compile=False, checkpoint=LLMLayer))
     refused("the mesh has no tp", lambda: parallelize(llm, shard, plan={"layers.0.o_proj": None}))
-    refused("on the meta device", lambda: parallelize(copy.deepcopy(llm).to("meta"), shard))
+    refused("are on meta, the mesh is of cpu", lambda: parallelize(copy.deepcopy(llm).to("meta"), shard))
     both = mesh_of({"dp_replicate": 1, "tp": 2})
     refused("name a dp_shard dimension too", lambda: parallelize(llm, both))
     assert all(type(each) is nn.Parameter for each in llm.parameters())

@@ -12,7 +12,7 @@ from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import Trainer
 from tests import workloads
 from tests.workloads import Arms, call, error, first_call
-from zoo.llm.config import PRESETS
+from zoo.llm.model import PRESETS
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 

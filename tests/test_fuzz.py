@@ -23,7 +23,6 @@ from training_models import build, draw, loss_of, optimizer_of, plain_losses
 import zoo
 from zoo.bert import pack, unpack
 from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
-from zoo.llm import generate
 from zoo.training import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
@@ -126,7 +125,7 @@ def test_generation(made: Any, lengths: list[int], new: int, seed: int, dtype: t
         return
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(options["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
-    answers = generate(model, prompts, max_new_tokens=new)
+    answers = model.generate(prompts, max_new_tokens=new)
     tight = 1e-4 if dtype == torch.float32 else 1e-6
     with torch.no_grad():
         for prompt, answer in zip(prompts, answers, strict=True):

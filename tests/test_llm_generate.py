@@ -9,7 +9,7 @@ import torch
 
 import zoo
 from tests.blocks import graphs_of
-from zoo.llm import LLM, Session, generate, stream
+from zoo.llm import LLM, Session
 from zoo.llm.generate import sample
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
@@ -39,7 +39,7 @@ def theirs_says(theirs: Any, prompts: list[list[int]], **options: Any) -> torch.
 def test_greedy_is_transformers_greedy_token_for_token(kind: str, captured: bool) -> None:
     theirs = reference.make(kind)
     expected = theirs_says(theirs, PROMPTS, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-    got = generate(zoo.from_upstream(theirs), PROMPTS, max_new_tokens=24, cuda_graph=captured, stride=5)
+    got = zoo.from_upstream(theirs).generate(PROMPTS, max_new_tokens=24, cuda_graph=captured, stride=5)
     assert expected.shape == (3, 24) and expected.unique().numel() > 5
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
@@ -55,28 +55,27 @@ def test_rows_end_as_in_transformers(stride: int) -> None:
     model = zoo.from_upstream(reference.make("llama", pad_token_id=95))
     model.load_state_dict(zoo.from_upstream(theirs).state_dict())
     for captured in (False, True):
-        got = generate(model, PROMPTS, max_new_tokens=20, eos=ends, stride=stride, cuda_graph=captured)
+        got = model.generate(PROMPTS, max_new_tokens=20, eos=ends, stride=stride, cuda_graph=captured)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    chunks = list(stream(model, PROMPTS, max_new_tokens=20, eos=ends, stride=stride))
+    chunks = list(model.stream(PROMPTS, max_new_tokens=20, eos=ends, stride=stride))
     assert chunks[0].shape == (3, 1) and all(1 <= chunk.shape[1] <= stride for chunk in chunks[1:])
     torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=0)
 
 
 def test_the_configs_end_tokens_are_the_default() -> None:
     theirs = reference.make("llama")
-    free = generate(zoo.from_upstream(theirs), [[5, 6]], max_new_tokens=12)
+    free = zoo.from_upstream(theirs).generate([[5, 6]], max_new_tokens=12)
     theirs.config.eos_token_id = int(free[0, 5])
     model = zoo.from_upstream(theirs)
     first = free[0].tolist().index(int(free[0, 5]))
-    assert generate(model, [[5, 6]], max_new_tokens=12).shape == (1, first + 1)
-    assert generate(model, [[5, 6]], max_new_tokens=12, eos=()).shape == (1, 12)
+    assert model.generate([[5, 6]], max_new_tokens=12).shape == (1, first + 1)
+    assert model.generate([[5, 6]], max_new_tokens=12, eos=()).shape == (1, 12)
 
 
-def test_generating_is_a_method_too(model: LLM) -> None:
+def test_a_stream_gives_the_answer_in_strides(model: LLM) -> None:
     options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.2, "top_k": 40, "seed": 3, "cuda_graph": True}
-    expected = generate(model, PROMPTS, **options)
-    torch.testing.assert_close(model.generate(PROMPTS, **options), expected, rtol=0, atol=0)
-    chunks = list(model.stream(PROMPTS, cache=model.make_cache(3, 16), stride=2, **options))
+    expected = model.generate(PROMPTS, **options)
+    chunks = list(model.stream(PROMPTS, stride=2, **options))
     assert [chunk.shape[1] for chunk in chunks] == [1, 2, 2, 1]
     torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=0)
     with pytest.raises(TypeError, match="max_length"):
@@ -87,15 +86,15 @@ def test_generating_is_a_method_too(model: LLM) -> None:
 
 def test_tensors_and_lists_are_the_same_prompts(model: LLM) -> None:
     ids = torch.randint(256, (2, 5))
-    expected = generate(model, ids.tolist(), max_new_tokens=4)
+    expected = model.generate(ids.tolist(), max_new_tokens=4)
     for tokens in (ids, ids.int(), list(ids)):
-        torch.testing.assert_close(generate(model, tokens, max_new_tokens=4), expected, rtol=0, atol=0)
+        torch.testing.assert_close(model.generate(tokens, max_new_tokens=4), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("buckets", [(4,), (1, 3, 64), (128,)])
 def test_buckets_do_not_change_the_answer(model: LLM, buckets: tuple[int, ...]) -> None:
-    expected = generate(model, PROMPTS, max_new_tokens=6)
-    torch.testing.assert_close(generate(model, PROMPTS, max_new_tokens=6, buckets=buckets), expected, rtol=0, atol=0)
+    expected = model.generate(PROMPTS, max_new_tokens=6)
+    torch.testing.assert_close(model.generate(PROMPTS, max_new_tokens=6, buckets=buckets), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -114,14 +113,14 @@ def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> No
                 texts = [text + row for text, row in zip(texts, prompt, strict=True)]
                 if "temperature" not in settings:
                     # What a model that starts over says to the whole text.
-                    expected = generate(eager, texts, max_new_tokens=6 + turn)
+                    expected = eager.generate(texts, max_new_tokens=6 + turn)
                     torch.testing.assert_close(answer, expected, rtol=0, atol=0)
                 texts = [text + row for text, row in zip(texts, answer.tolist(), strict=True)]
     assert graphs_of(model) == {"LLMHead": 1, "LLMLayer": 2}
 
 
 def test_a_row_that_ends_early_goes_on_from_its_end(model: LLM) -> None:
-    free = generate(model, PROMPTS, max_new_tokens=10)
+    free = model.generate(PROMPTS, max_new_tokens=10)
     end = int(free[0, 2])
     session = Session(model, 3, 64)
     first = session.generate(PROMPTS, max_new_tokens=10, eos=end)
@@ -131,7 +130,7 @@ def test_a_row_that_ends_early_goes_on_from_its_end(model: LLM) -> None:
         texts.append(prompt + answer + [1, 2])
     assert len({len(text) for text in texts}) > 1
     second = session.generate([[1, 2]] * 3, max_new_tokens=7, eos=())
-    torch.testing.assert_close(second, generate(model, texts, max_new_tokens=7, eos=()), rtol=0, atol=0)
+    torch.testing.assert_close(second, model.generate(texts, max_new_tokens=7, eos=()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -144,7 +143,7 @@ def test_leaving_a_stream_early_cuts_the_answer_there(model: LLM, captured: bool
             break
     assert len(answer) == 4 and session.lengths == [5]
     second = session.generate([[8]], max_new_tokens=5)
-    torch.testing.assert_close(second, generate(model, [[4, 5, *answer, 8]], max_new_tokens=5), rtol=0, atol=0)
+    torch.testing.assert_close(second, model.generate([[4, 5, *answer, 8]], max_new_tokens=5), rtol=0, atol=0)
 
 
 def test_one_stream_at_a_time(model: LLM) -> None:
@@ -163,20 +162,20 @@ def test_one_stream_at_a_time(model: LLM) -> None:
 def test_draws_follow_the_seed_and_leave_the_global_state_alone(model: LLM) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.5, "top_k": 50, "top_p": 0.95}
     before = torch.get_rng_state()
-    first = generate(model, PROMPTS, seed=1, **settings)
+    first = model.generate(PROMPTS, seed=1, **settings)
     torch.manual_seed(99)
-    torch.testing.assert_close(generate(model, PROMPTS, seed=1, **settings), first, rtol=0, atol=0)
-    torch.testing.assert_close(generate(model, PROMPTS, seed=1, cuda_graph=True, **settings), first, rtol=0, atol=0)
-    assert not torch.equal(generate(model, PROMPTS, seed=2, **settings), first)
+    torch.testing.assert_close(model.generate(PROMPTS, seed=1, **settings), first, rtol=0, atol=0)
+    torch.testing.assert_close(model.generate(PROMPTS, seed=1, cuda_graph=True, **settings), first, rtol=0, atol=0)
+    assert not torch.equal(model.generate(PROMPTS, seed=2, **settings), first)
     torch.set_rng_state(before)
-    assert not torch.equal(generate(model, PROMPTS, **settings), generate(model, PROMPTS, **settings))
+    assert not torch.equal(model.generate(PROMPTS, **settings), model.generate(PROMPTS, **settings))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_nearly_zero_temperature_and_one_token_are_greedy(model: LLM) -> None:
-    expected = generate(model, PROMPTS, max_new_tokens=8)
+    expected = model.generate(PROMPTS, max_new_tokens=8)
     for settings in ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}):
-        got = generate(model, PROMPTS, max_new_tokens=8, seed=3, **settings)
+        got = model.generate(PROMPTS, max_new_tokens=8, seed=3, **settings)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
@@ -217,15 +216,19 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"tokens": []}, ValueError, "no rows"),
         ({"tokens": [[1], []]}, ValueError, "row 1 of tokens is empty"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, ValueError, "row 0 of tokens is empty"),
-        ({"tokens": [[1, 256]]}, ValueError, "row 0 of tokens holds 256, but the vocabulary has 256"),
+        ({"tokens": [[1, 256]]}, ValueError, "row 0 of tokens holds 256, expected integers from 0 to 255"),
         ({"tokens": [[-1]]}, ValueError, "holds -1"),
         ({"tokens": [1, 2]}, TypeError, "row 0 of tokens is a int"),
-        ({"tokens": [[1.5]]}, TypeError, "holds 1.5, expected integers"),
+        ({"tokens": [[1.5]]}, ValueError, "holds 1.5, expected integers"),
         ({"tokens": "hello"}, TypeError, "tokens is a str"),
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"max_new_tokens": 511}, ValueError, "513 tokens, but the model has 512"),
+        (
+            {"max_new_tokens": 511},
+            ValueError,
+            "row 0 has 2 tokens and max_new_tokens is 511, but the cache has 512 slots",
+        ),
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"top_k": 0}, ValueError, "top_k is 0"),
@@ -237,7 +240,6 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"buckets": ()}, ValueError, "buckets is"),
         ({"seed": "a"}, TypeError, "seed is 'a', expected an integer"),
         ({"seed": -(2**63) - 1}, ValueError, "fits into 64 bits"),
-        ({"cache": "static"}, TypeError, "cache is a str, expected a KVCache"),
     ],
 )
 def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
@@ -247,26 +249,25 @@ def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
     model.register_forward_pre_hook(never)
     call = {"tokens": [[1, 2]], "max_new_tokens": 4, **options}
     with pytest.raises(error, match=words):
-        generate(model, **call)
+        model.generate(**call)
     with pytest.raises(error, match=words):
         # Not only when the first chunk is asked for.
-        stream(model, **call)
+        model.stream(**call)
 
 
-def test_caches_must_fit(model: LLM) -> None:
-    cache = model.make_cache(2, 16)
-    with pytest.raises(ValueError, match="tokens has 3 rows, but the cache 2"):
-        generate(model, PROMPTS, max_new_tokens=3, cache=cache)
-    with pytest.raises(ValueError, match="row 1 has 12 tokens and max_new_tokens is 5, but the cache has 16"):
-        generate(model, [[1], [1] * 12], max_new_tokens=5, cache=cache)
-    got = generate(model, [[1], [1] * 12], max_new_tokens=4, cache=cache)
-    torch.testing.assert_close(got, generate(model, [[1], [1] * 12], max_new_tokens=4), rtol=0, atol=0)
+def test_texts_must_fit_into_a_session(model: LLM) -> None:
     session = Session(model, 2, 16)
+    with pytest.raises(ValueError, match="tokens has 3 rows, but the cache 2"):
+        session.generate(PROMPTS, max_new_tokens=3)
     session.generate([[1, 2], [3]], max_new_tokens=8)
-    with pytest.raises(ValueError, match="row 0 has 11 tokens and max_new_tokens is 6"):
+    with pytest.raises(ValueError, match="row 0 has 11 tokens and max_new_tokens is 6, but the cache has 16"):
         session.generate([[1], [1]], max_new_tokens=6)
     session.generate([[1], [1]], max_new_tokens=5)
-    with pytest.raises(ValueError, match="cache is 2 x 16, but batch is 2 and slots 32"):
-        Session(model, 2, 32, cache=cache)
     with pytest.raises(TypeError, match="model is a Linear"):
         Session(torch.nn.Linear(1, 1), 1, 1)
+
+
+def test_generation_under_autocast_has_a_cache_of_its_dtype(model: LLM) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.generate([[1, 2]], max_new_tokens=3).shape == (1, 3)
+        assert model.make_cache(1, 8).dtype is torch.bfloat16

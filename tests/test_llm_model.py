@@ -245,7 +245,6 @@ def test_sizes_and_dtypes_of_a_cache() -> None:
     model = zoo.create("llm-debug")
     cache = model.make_cache(2, 32, dtype=torch.bfloat16)
     assert (cache.batch, cache.slots, cache.dtype, cache.device.type) == (2, 32, torch.bfloat16, "cpu")
-    assert cache.nbytes == 3 * 2 * 2 * 2 * 32 * 16 * 2
     assert "3 layers of [2, 2, 2, 32, 16]" in repr(cache)
     assert zoo.create("llm-debug", dtype=torch.bfloat16).make_cache(1, 8).dtype is torch.bfloat16
 

@@ -11,7 +11,8 @@ from torch import Tensor
 import zoo
 from tests.fake_gpu import Gpu, traced
 from zoo.ops.training import cross_entropy_rows, scale_
-from zoo.training import AdamW, LinearCrossEntropy, losses
+from zoo.training import AdamW, LinearCrossEntropy
+from zoo.training.fused import CrossEntropyRows
 
 
 def draw(rows: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -148,14 +149,14 @@ def adamw_step(param: Tensor) -> None:
 
 def test_the_region_is_one_graph_with_the_kernel_in_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     labels, scale = torch.tensor([1, 2, -100, 8]), torch.tensor(0.25)
-    (graph,) = traced(monkeypatch, losses.CrossEntropyRows(), torch.randn(4, 9), labels, scale)
+    (graph,) = traced(monkeypatch, CrossEntropyRows(), torch.randn(4, 9), labels, scale)
     assert sum("triton_kernel_wrapper" in each for each in graph) == 1
     assert not any("exp" in each or "clone" in each for each in graph)
 
 
 @pytest.mark.gpu
 def test_the_gradient_takes_the_logits_place_also_in_a_compiled_region() -> None:
-    rows = losses.CrossEntropyRows()
+    rows = CrossEntropyRows()
     rows.compile(fullgraph=True, backend="inductor")
     logits, labels = torch.randn(2048, 4096, device="cuda"), torch.randint(4096, (2048,), device="cuda")
     scale = torch.tensor(0.25, device="cuda")

@@ -237,7 +237,7 @@ def test_a_cpu_is_not_captured_unless_asked():
     train(step, draw(5))
     assert not step.captured
     assert capture_obstacles(model, optimizer_of(model)) == [
-        "the parameters are on cpu; CUDA graphs need a GPU: model.to('cuda')"
+        "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
     ]
 
 
@@ -426,11 +426,11 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "group": (
         lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}),
-        r"2 parameter groups, 1 were captured: call step.release\(\)",
+        r"lr of parameter group 1 was None .*call step.release\(\)",
     ),
     "frozen": (
         lambda model, optimizer: model[0].requires_grad_(False),
-        r"\d parameters learn now, .* when the step was captured: .*step\.release\(\)",
+        r"other parameters learn than when the step was captured: .*step\.release\(\)",
     ),
     "replaced": (
         lambda model, optimizer: setattr(model[0], "weight", nn.Parameter(model[0].weight.detach().clone())),
@@ -455,24 +455,6 @@ def test_a_captured_step_refuses_what_changed_since(name: str):
     before = model[0].weight.detach().clone()
     assert step(batches[6]).isfinite() and not step.captured
     assert torch.equal(model[0].weight, before) == (name in ("frozen", "replaced"))
-
-
-@pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
-def test_what_is_unfrozen_later_begins_with_a_momentum_of_its_own(device: str, captures: bool):
-    batches = draw(12, device=device)
-
-    def unfrozen(fused: bool) -> list[float]:
-        model = build(device)
-        model[0].requires_grad_(False)
-        rate = torch.tensor(1e-2, device=device) if fused else 1e-2
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=fused)
-        step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures and fused)
-        losses = [step(batch).item() for batch in batches[:5]]
-        model[0].requires_grad_(True)
-        step.release()
-        return losses + [step(batch).item() for batch in batches[5:]]
-
-    assert unfrozen(True) == pytest.approx(unfrozen(False), rel=1e-5)
 
 
 # --- steps that are cut off ---
@@ -526,16 +508,12 @@ def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -
         (lambda m: made(m, report_every=0), "report_every is 0, expected a positive integer"),
         (lambda m: made(m, most_graphs=0), "most_graphs is 0, expected a positive integer"),
         (lambda m: made(m.eval()), r"Sequential is in eval mode: call model\.train\(\) first"),
-        (lambda m: TrainingStep(m, loss_of, torch.optim.LBFGS(m.parameters())), r"LBFGS\.step\(\) needs a closure"),
         (lambda m: TrainingStep(m, loss_of, optimizer_of(build())), r"has none of the 4 parameters of this Sequential"),
         (
             lambda m: TrainingStep(nn.Identity(), loss_of, optimizer_of(m)),
             r"has none of the 0 parameters of this Identity",
         ),
-        (
-            lambda m: made(m.requires_grad_(False)),
-            r"none of the 4 parameters .* requires a gradient: call model.requires_grad_",
-        ),
+        (lambda m: made(m.requires_grad_(False))(draw(1)[0]), "depends on no parameter that learns"),
         (lambda m: made(m)(), "at least one batch"),
         (
             lambda m: made(m, lambda m, b: loss_of(m, b).detach())(draw(1)[0]),

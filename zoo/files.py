@@ -1,4 +1,4 @@
-"""Files of tensors: found at a path or on the hub, read one tensor at a time, replaced all at once.
+"""Files of tensors: found at a path or on the hub, read without a copy in memory, replaced all at once.
 
 What conversion needs of an upstream library is imported here, when it is first used.
 """
@@ -11,7 +11,8 @@ import json
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,6 @@ def upstream(name: str) -> Any:
         raise ImportError(f'{package} is not installed: pip install "regional-zoo[{_EXTRAS[package]}]"') from error
 
 
-class Tensors(Mapping[str, Tensor]):
-    """Tensors of open files by key, each read when it is asked for and not kept."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._readers[key]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-
 def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.json", "*.txt", "*.model")) -> Path:
     """The file or folder; of a hub id ``"owner/name"`` the files that match the patterns are downloaded first.
 
@@ -70,23 +55,17 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
         return path
     parts = name.split("/")
     if len(parts) != 2 or not all(parts) or name.startswith((".", "~")) or path.suffix in (".safetensors", *_PICKLED):
-        raise FileNotFoundError(
-            f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name, "
-            "such as google-bert/bert-base-uncased"
-        )
+        raise FileNotFoundError(f"weights {name!r}: no such file or folder, and not a hub id of the form owner/name")
     errors = upstream("huggingface_hub.errors")
     try:
         return Path(upstream("huggingface_hub").snapshot_download(name, allow_patterns=list(patterns)))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"weights {name!r}: no such file or folder here, and the hub did not give it ({type(error).__name__}); "
-            "check the name and the network, or give the path of a downloaded folder"
-        ) from error
+        missing = f"no such file or folder here, and the hub did not give it ({type(error).__name__})"
+        raise FileNotFoundError(f"weights {name!r}: {missing}; check the name and the network") from error
 
 
-@contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[Tensors]:
-    """Open all tensors of a file or folder; they are on the CPU and mapped from disk where the format allows.
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file or folder, on the CPU and mapped from disk where the format allows.
 
     Args:
         path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: nothing in it
@@ -96,16 +75,14 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
         FileNotFoundError: If a folder holds no weights, or lacks a shard.
         ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors and no code.
     """
-    with contextlib.ExitStack() as stack:
-        readers: dict[str, Callable[[], Tensor]] = {}
-        for file in _files(path):
-            with reading(file, "; fetch or save it again"):
-                found = _readers(file, stack)
-            for key, reader in found.items():
-                if key in readers:
-                    raise ValueError(f"{path}: two shards hold {key}")
-                readers[key] = reader
-        yield Tensors(readers)
+    tensors: dict[str, Tensor] = {}
+    for file in _files(path):
+        with reading(file, "; fetch or save it again"):
+            found = _read(file)
+        if twice := tensors.keys() & found.keys():
+            raise ValueError(f"{path}: two shards hold {min(twice)}")
+        tensors |= found
+    return tensors
 
 
 @contextlib.contextmanager
@@ -168,9 +145,7 @@ def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], *, max
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    for index in (path / name for name in _INDEXES):
-        if not index.exists():
-            continue
+    if (index := next((path / name for name in _INDEXES if (path / name).exists()), None)) is not None:
         shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         for shard in shards:
             if not shard.exists():
@@ -182,32 +157,16 @@ def _files(path: Path) -> list[Path]:
     raise FileNotFoundError(f"{path} holds no model.safetensors (or its sharded index) and no pytorch_model.bin")
 
 
-def _readers(file: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Tensor]]:
+def _read(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
-        from safetensors import safe_open
+        from safetensors.torch import load_file
 
-        handle: Any = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        return {key: lambda key=key: handle.get_tensor(key) for key in handle.keys()}  # type: ignore[misc]  # noqa: SIM118
-    if file.suffix in _PICKLED:
-        state = _unpickled(file)
-        if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-            state = state["state_dict"]
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
-        return {key: lambda key=key: state[key] for key in state}  # type: ignore[misc]
-    raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
-
-
-def _unpickled(file: Path) -> Any:
-    """The content of a pickled file; ValueError if it is more than tensors in dicts and lists."""
+        return load_file(file)
+    if file.suffix not in _PICKLED:
+        raise ValueError(f"{file}: unknown kind of weights {file.suffix!r}; use .safetensors, {', '.join(_PICKLED)}")
     try:
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:
-            # Files in the format from before torch 1.6 cannot be mapped.
-            if "mmap" not in str(error):
-                raise
-            return torch.load(file, map_location="cpu", weights_only=True)
+        # Files in the format from before torch 1.6, which are no zip files, cannot be mapped.
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
@@ -215,3 +174,8 @@ def _unpickled(file: Path) -> Any:
             "tensors are read from pickled files. If you trust it, open it by torch.load(..., weights_only=False) and "
             "save its state dict as .safetensors"
         ) from error
+    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+        state = state["state_dict"]
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{file} does not hold a dict of tensors; save model.state_dict() instead")
+    return state

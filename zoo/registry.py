@@ -1,5 +1,6 @@
 """The families of the zoo, and their models by name."""
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -53,10 +54,8 @@ def family_of(model: nn.Module) -> Family:
     for family in _FAMILIES.values():
         if type(model) in family.weights.classes:
             return family
-    raise TypeError(
-        f"{type(model).__module__}.{type(model).__name__} is not a model of the zoo; "
-        "zoo.from_upstream(module) converts an upstream library's"
-    )
+    name = f"{type(model).__module__}.{type(model).__name__}"
+    raise TypeError(f"{name} is not a model of the zoo; zoo.from_upstream(module) converts an upstream library's")
 
 
 def list_models(family: str | None = None) -> list[str]:
@@ -70,7 +69,7 @@ def list_models(family: str | None = None) -> list[str]:
 
 def create(
     name: str, *, weights: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    strict: bool = False, **overrides: Any,
+    **overrides: Any,
 ) -> nn.Module:  # fmt: skip
     """Build a model by its preset's name, in eval mode, nothing compiled.
 
@@ -81,7 +80,6 @@ def create(
             the zoo's or the upstream library's.
         device: Where to build; torch's default device when left out.
         dtype: Floating-point dtype of the parameters; torch's default dtype when left out.
-        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
         overrides: Fields of the preset's config to replace.
 
     Raises:
@@ -102,40 +100,46 @@ def create(
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}{_did_you_mean(key, fields)}; it has {', '.join(fields)}")
     config = dataclasses.replace(config, **overrides)
+    check_dtype(dtype)
     # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.
     with torch.inference_mode(False):
         if weights is None:
-            return _build(family, config, device, dtype).eval()
-        check_dtype(dtype)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype or before)
+            try:
+                with torch.device(torch.get_default_device() if device is None else device):
+                    return family.weights.new(config).eval()
+            finally:
+                torch.set_default_dtype(before)
         path = family.weights.locate(name, weights)
         if path.is_dir():
             family.weights.check_folder(path, config, overrides)
         dtype = dtype or torch.get_default_dtype()
-        return family.weights.read(path, config, str(weights), device=device, dtype=dtype, strict=strict)
+        return family.weights.read(path, config, str(weights), device=device, dtype=dtype)
 
 
-def from_upstream(module: nn.Module, *, strict: bool = False) -> nn.Module:
+def from_upstream(module: nn.Module) -> nn.Module:
     """The zoo's model with the weights, configuration and mode of an upstream library's: same outputs.
 
     Args:
         module: A model of torchvision, transformers, torch-geometric or diffusers.
-        strict: Refuse weights that are NaN or infinite; else they are a WeightsWarning.
 
     Raises:
         TypeError: If no family takes this class.
         ValueError: If the module uses an option that the zoo does not support.
+
+    Warns:
+        WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():
-        if packages & set(family.upstream_packages):
-            try:
+        if packages.intersection(family.upstream_packages):
+            with contextlib.suppress(NotImplementedError):
                 model: nn.Module = family.weights.from_upstream(module)
-            except NotImplementedError:
-                continue
-            check_finite(model, type(module).__name__, strict=strict)
-            return model
+                check_finite(model, type(module).__name__)
+                return model
     taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
     raise TypeError(
         f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}; "
@@ -164,18 +168,6 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"{name} is {size!r}, expected an integer")
     return family.example_inputs(model, **sizes)
-
-
-def _build(family: Family, config: Any, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Module:
-    check_dtype(dtype)
-    before = torch.get_default_dtype()
-    try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
-        with torch.device(device) if device is not None else torch.device(torch.get_default_device()):
-            return family.weights.new(config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _did_you_mean(wrong: str, known: Any) -> str:

@@ -14,6 +14,8 @@ they never wait for one::
         one_of(self, "kind", ("bert", "roberta"))
 """
 
+import sys
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,6 @@ import torch
 from torch import Tensor
 
 INTEGERS = (torch.int64, torch.int32)
-_SEEDS = -(2**63), 2**64 - 1  # what a torch.Generator takes
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -119,9 +120,8 @@ def check_seed(seed: int) -> None:
     """Refuse a seed that ``torch.Generator`` does not take."""
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed is {seed!r}, expected an integer")
-    least, greatest = _SEEDS
-    if not least <= seed <= greatest:
-        raise ValueError(f"seed is {seed}, expected {least} to {greatest}: what fits into 64 bits")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}, expected what fits into 64 bits, as torch.Generator takes it")
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -134,6 +134,14 @@ def check_device(device: torch.device | str, what: str) -> None:
     """Refuse a dtype in the place of a device, which would turn the indices in ``what`` into floats."""
     if isinstance(device, torch.dtype):
         raise TypeError(f"device is {device}: {what} moves to a device, and keeps its dtypes")
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """A warning that points to the line outside of the zoo that called it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "zoo":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 # Fields of configs

@@ -9,8 +9,6 @@ is imported inside these functions, never by ``import zoo``.
 
 import dataclasses
 import re
-import sys
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zoo.files import locate, open_tensors, replacing, write_tensors
+from zoo.files import locate, read_tensors, replacing, write_tensors
+from zoo.validate import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 Table = Mapping[str, "str | Placement"]
@@ -63,10 +62,9 @@ class WeightMap(Generic[Model]):
     finish: Callable[[Any], Any] | None = None  # computes, in place, a module's tensors that no state dict holds
     # An upstream module's tensors by the table's names, ``requires_grad`` kept.
     tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
-    # (tensors, config, source) to the tensors by the table's names, for files of older releases.
+    # (tensors, config, source) to the tensors by the table's names and no others, for files of older releases.
     adapt: Callable[[Mapping[str, Tensor], Any, str], Mapping[str, Tensor]] | None = None
     refuse: Callable[[Model], None] | None = None  # raises if a model cannot be converted or saved
-    ignored: tuple[str, ...] = ()  # their keys with these endings are passed over
     read_config: Callable[..., Any] | None = None  # (folder, **overrides) to our config of their folder
     write_config: Callable[[Any, torch.dtype, Path], None] | None = None  # writes their config.json into a folder
     stem: str = "model"  # of the files with weights
@@ -126,18 +124,16 @@ class WeightMap(Generic[Model]):
     ) -> None:  # fmt: skip
         """As :func:`zoo.weights.fill`, by the zoo's keys if most of these are there, else by the upstream library's."""
         own = model.state_dict().keys()
-        places: dict[str, Placement | None]
         if 2 * len(tensors.keys() & own) > len(own):
             places = {key: Placement(key) for key in own}
         else:
-            if self.adapt is not None:
-                tensors = self.adapt(tensors, model.config, source)
-            places = {**dict.fromkeys(key for key in tensors if key.endswith(self.ignored)), **self.places(model)}
+            places = self.places(model)
+            tensors = tensors if self.adapt is None else self.adapt(tensors, model.config, source)
         fill(model, tensors, places, device=device, dtype=dtype, source=source)
 
     def load(
         self, source: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-        strict: bool = False, **overrides: Any,
+        **overrides: Any,
     ) -> Model:  # fmt: skip
         """A model of any size from a folder or hub id in the upstream library's format, in eval mode.
 
@@ -147,13 +143,12 @@ class WeightMap(Generic[Model]):
             source: A folder with ``config.json`` and safetensors, or a hub id ``"owner/name"``.
             device: Where to; torch's default device when left out.
             dtype: Of the parameters; as they are stored when left out.
-            strict: Refuse weights that are NaN or infinite.
             overrides: Fields of the config to replace.
 
         Raises:
             FileNotFoundError: If there is no such folder, or no config or weights in it.
-            ValueError: If the config has an option that the zoo does not support, a tensor is missing, left over or of
-                another shape, or one is NaN or infinite and ``strict`` is True.
+            ValueError: If the config has an option that the zoo does not support, or a tensor is missing, left over or
+                of another shape.
 
         Warns:
             WeightsWarning: If a tensor is NaN or infinite, or a head had to be drawn.
@@ -164,17 +159,15 @@ class WeightMap(Generic[Model]):
         if not (path / "config.json").exists():
             raise FileNotFoundError(f"{path} has no config.json; zoo.create(name, weights=...) takes weights alone")
         config = self.read_config(path, **overrides)
-        return self.read(path, config, str(source), device=device, dtype=dtype, strict=strict)
+        return self.read(path, config, str(source), device=device, dtype=dtype)
 
     def read(
-        self, path: Path, config: Any, source: str, *, device: torch.device | str | None, dtype: torch.dtype | None,
-        strict: bool,
-    ) -> Model:  # fmt: skip
+        self, path: Path, config: Any, source: str, *, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> Model:
         """A model of a config with the weights of a file or folder, in eval mode; arguments as for :meth:`load`."""
-        model = self._on_meta(config)
-        with open_tensors(path) as tensors:
-            self.fill(model, tensors, device=device or torch.get_default_device(), dtype=dtype, source=source)
-        check_finite(model, source, strict=strict)
+        model, device = self._on_meta(config), device or torch.get_default_device()
+        self.fill(model, read_tensors(path), device=device, dtype=dtype, source=source)
+        check_finite(model, source)
         return model.eval()
 
     def save(self, model: Model, folder: str | Path, *, max_shard_size: int | str = "5GB") -> None:
@@ -244,17 +237,16 @@ class WeightMap(Generic[Model]):
 
 
 def fill(
-    model: nn.Module, tensors: Mapping[str, Tensor],
-    placements: Mapping[str, Placement | None] | Mapping[str, Placement], *, device: torch.device | str,
-    dtype: torch.dtype | None, source: str,
+    model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], *,
+    device: torch.device | str, dtype: torch.dtype | None, source: str,
 ) -> None:  # fmt: skip
     """Give a model on the meta device its weights, so that only one tensor at a time is in memory twice.
 
-    ``placements`` say where each key of a checkpoint goes, None for one that is not needed; ``dtype`` is that of
-    floating-point weights, None as they are stored; ``source`` is named in errors. A tensor that is missing, left over,
-    of another shape or of integers is a ValueError that names it.
+    ``placements`` say where each key of a checkpoint goes; ``dtype`` is that of floating-point weights, None as they
+    are stored; ``source`` is named in errors. A tensor that is missing, left over, of another shape or of integers is a
+    ValueError that names it.
     """
-    wanted = {key: place for key, place in placements.items() if place is not None and not place.repeated}
+    wanted = {key: place for key, place in placements.items() if not place.repeated}
     absent = wanted.keys() - tensors.keys()
     missing = sorted(key for key in absent if not wanted[key].name.endswith(_OPTIONAL))
     extra = sorted(tensors.keys() - placements.keys())
@@ -264,10 +256,7 @@ def fill(
     made: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.no_grad():
         for key in sorted(tensors, key=lambda key: key not in wanted):  # second copies of tied weights last
-            place = placements[key]
-            if place is None:
-                continue
-            tensor = tensors[key]
+            place, tensor = placements[key], tensors[key]
             if expected[place.name].is_floating_point() and not tensor.is_floating_point():
                 raise ValueError(f"{source}: {key} is {tensor.dtype}, expected floating-point numbers")
             if place.name not in made:
@@ -297,22 +286,12 @@ def fill(
         raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
 
 
-def check_finite(model: nn.Module, source: str, *, strict: bool) -> None:
-    """Warn the zoo's caller if a weight is NaN or infinite; ValueError if strict."""
+def check_finite(model: nn.Module, source: str) -> None:
+    """Warn the zoo's caller if a weight is NaN or infinite."""
     broken = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point() and not _finite(tensor)]
-    message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
-    if broken and strict:
-        raise ValueError(f"{message}; load other weights, or leave out strict=True to be warned only")
     if broken:
-        warn(f"{message}; strict=True makes this an error")
-
-
-def warn(message: str) -> None:
-    """A WeightsWarning that points to the line outside of the zoo that called it."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == "zoo":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, WeightsWarning, stacklevel=level)
+        message = f"{source}: {len(broken)} tensor(s) with NaN or infinite values: {', '.join(broken[:8])}"
+        warn(f"{message}; warnings.simplefilter('error', zoo.WeightsWarning) makes this an error", WeightsWarning)
 
 
 def check_dtype(dtype: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.families.base import parameters_of
 from zoo.bert import Bert, BertConfig, PackedBatch, pack, token_buckets
 from zoo.bert.convert import reset_buffers, skeleton
-from zoo.bert.packing import filling_rows
+from zoo.bert.model import filling_rows
 
 BYTES_FORMULA = (
     "Every weight of the layers and the pooler is read once, of the word table the rows of the tokens, of the position "

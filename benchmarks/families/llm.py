@@ -16,8 +16,8 @@ from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
-from zoo.llm.config import PRESETS
 from zoo.llm.convert import placements
+from zoo.llm.model import PRESETS
 from zoo.training import LinearCrossEntropy, checkpoint_regions
 
 TRAINING_BYTES_FORMULA = (

@@ -19,10 +19,10 @@ from zoo.bert.layer import TokenScores as TokenScores
 from zoo.bert.layer import attend as attend
 from zoo.bert.model import PRESETS, example_inputs
 from zoo.bert.model import Bert as Bert
-from zoo.bert.packing import PackedBatch as PackedBatch
-from zoo.bert.packing import pack as pack
-from zoo.bert.packing import token_buckets as token_buckets
-from zoo.bert.packing import unpack as unpack
+from zoo.bert.model import PackedBatch as PackedBatch
+from zoo.bert.model import pack as pack
+from zoo.bert.model import token_buckets as token_buckets
+from zoo.bert.model import unpack as unpack
 from zoo.registry import Family, register
 
 FAMILY = register(

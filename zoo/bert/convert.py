@@ -14,8 +14,9 @@ from torch import Tensor
 
 from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
-from zoo.files import open_tensors, upstream
-from zoo.weights import Placement, Table, WeightMap, initialise, warn
+from zoo.files import read_tensors, upstream
+from zoo.validate import warn
+from zoo.weights import Placement, Table, WeightMap, WeightsWarning, initialise
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {
@@ -94,26 +95,20 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
             fitted[name] = tensors[key]
         elif not bare.startswith(_OTHERS) and bare not in _OLD_BUFFERS:
             fitted[key] = tensors[key]  # unknown: fill() names it
-    of_head = {
-        key: place.name
-        for key, place in places.items()
-        if place.name.startswith(("head.", "decoder.")) and not place.repeated
-    }
+    of_head = [key for key, place in places.items() if place.name.startswith(("head.", "decoder."))]
     for what, is_pooler in (("pooler", True), (f"{config.head} head", False)):
-        group = {key: name for key, name in of_head.items() if ("pooler." in key) == is_pooler}
-        if group and not group.keys() & fitted.keys():
+        group = [key for key in of_head if ("pooler." in key) == is_pooler and not places[key].repeated]
+        if group and not fitted.keys() & group:
             like, drawn = next(iter(fitted.values()), torch.empty(0)), _drawn_head(config)
-            fitted |= {key: drawn[name].to(like) for key, name in group.items()}
-            warn(f"{source} has no {what}: it starts from random weights and needs training")
+            fitted |= {key: drawn[places[key].name].to(like) for key in group}
+            warn(f"{source} has no {what}: it starts from random weights and needs training", WeightsWarning)
     return fitted
 
 
 def config_of(module: Any) -> BertConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    transformers = upstream("transformers")
-
     name = type(module).__name__
-    if name not in _CLASSES or type(module) is not getattr(transformers, name):
+    if name not in _CLASSES or type(module) is not getattr(upstream("transformers"), name):
         raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES)}, exactly")
     head = _CLASSES[name][1]
     return convert_config(module.config, "none" if head == "pooled" and module.pooler is None else head)
@@ -121,11 +116,10 @@ def config_of(module: Any) -> BertConfig:
 
 def skeleton(config: BertConfig) -> Any:
     """Transformers' model on the meta device."""
-    transformers = upstream("transformers")
-
     options = {"add_pooling_layer": config.head == "pooled"} if config.head in ("none", "pooled") else {}
+    theirs = upstream_config(config)
     with torch.device("meta"):
-        return getattr(transformers, _KINDS[config.kind] + _HEADS[config.head])(upstream_config(config), **options)
+        return getattr(upstream("transformers"), theirs.architectures[0])(theirs, **options)
 
 
 def reset_buffers(module: Any) -> None:
@@ -141,16 +135,12 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
 
     Without ``head`` it is the checkpoint's; for heads that the zoo lacks ``pooled``, or ``none`` if it has no pooler.
     """
-    transformers = upstream("transformers")
-
-    theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    theirs = upstream("transformers").AutoConfig.from_pretrained(folder, local_files_only=True)
     # A model for pretraining has two heads, of which the zoo keeps the masked language model's.
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
     config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
-    if head is None and config.head == "pooled":
-        with open_tensors(folder) as tensors:
-            if not any("pooler." in key for key in tensors):
-                overrides = {"head": "none", **overrides}
+    if head is None and config.head == "pooled" and not any("pooler." in key for key in read_tensors(folder)):
+        overrides = {"head": "none", **overrides}
     return dataclasses.replace(config, **overrides)
 
 
@@ -178,12 +168,9 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
 
 def upstream_config(config: BertConfig) -> Any:
     """The zoo's config as transformers'."""
-    transformers = upstream("transformers")
-
     architecture = _KINDS[config.kind] + _HEADS[config.head]
-    made = getattr(transformers, architecture).config_class(**{name: getattr(config, name) for name in _SHARED})
-    made.architectures = [architecture]
-    return made
+    options = {name: getattr(config, name) for name in _SHARED}
+    return getattr(upstream("transformers"), architecture).config_class(**options, architectures=[architecture])
 
 
 def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:

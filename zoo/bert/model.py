@@ -1,20 +1,30 @@
 """A bidirectional encoder: BERT and RoBERTa, over padded or packed batches, with one of the usual heads.
 
     ids [B, T] ──────────────┐
-    pack ─▶ ids [N], offsets ┴─ embeddings ─ layer ─ layer ─ ... ─ head ─▶ scores, loss
+    pack ─▶ ids [N], offsets ┴─ embeddings ─ layer ─ layer ─ ... ─ head ─▶ scores [B, T, ...] or [N, ...] ─ unpack
     mask or rows ───────────────────────────┴─ to every layer
 
 The mask and the tables of a packed batch, which depend on lengths alone, are made outside the regions, once per call.
 All layers share one graph, at any depth. Embeddings and small heads stay eager.
 
-Shape legend: B rows, T tokens of a row, N tokens of a packed batch, C width, V vocabulary.
+A packed batch has no padding: the tokens of all rows end to end. N is one of a few declared sizes, so that an epoch of
+rows of any lengths compiles as many graphs as there are sizes. The rest of the size is filled with rows of padding,
+which attend to themselves alone and count in no loss.
+
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows with those that fill it up, C width,
+V vocabulary.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.bert.layer import (
@@ -28,15 +38,16 @@ from zoo.bert.layer import (
     SequenceHead,
     SpanHead,
     TokenHead,
+    TokenScores,
     check_labels,
     key_mask,
     make_head,
     rows_of,
 )
-from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
 from zoo.engine.region import Region
 from zoo.weights import initialise
 
+_Packed = TypeVar("_Packed", bound=Tensor | Output)
 _BERT: dict[str, Any] = {
     "vocab_size": 30522, "max_position_embeddings": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12,
     "pad_token_id": 0,
@@ -79,6 +90,132 @@ REGIONS = (
     Region(BertLayer, graphs=2, why="one graph for all layers, and one more for batches without a mask"),
     Region(MaskedLMHead, graphs=1, why="the widest product, and the loss over the whole vocabulary"),
 )
+
+
+class PackedBatch(NamedTuple):
+    """What ``pack`` makes and a model takes in place of padded ids."""
+
+    input_ids: Tensor  # [N]
+    position_ids: Tensor  # [N]
+    token_type_ids: Tensor | None  # [N], or None for type 0
+    offsets: Tensor  # [S + 1] int32, where each row begins, and the end of the last
+    places: Tensor  # [N] int64, the index of each token in B x T; B * T for filling
+    rows: int  # B
+    length: int  # T, which bounds all rows
+    first_position: int | None  # where positions were counted from; None where they were given
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The batch on another device."""
+        validate.check_device(device, "a batch")
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
+
+    def take(self, padded: Tensor, fill: float = 0) -> Tensor:
+        """[B, T, ...] to [N, ...], ``fill`` where the batch is filled up."""
+        flat = padded.flatten(0, 1)
+        return torch.cat([flat, flat.new_full((1, *flat.shape[1:]), fill)])[self.places]
+
+
+def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens: at most ``steps``, evenly spaced.
+
+    A batch is filled up by half a step on average. Each size is a graph for each region that sees it. ``typical``, the
+    fewest and the most tokens of a usual batch, is the range that all but the largest size are spaced over. A
+    ValueError if a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens.
+    """
+    validate.count("rows", rows)
+    validate.count("length", length, 2)
+    validate.count("steps", steps)
+    if typical is None:
+        tokens = [step * rows * length / steps for step in range(1, steps + 1)]
+    else:
+        low, high = typical
+        if not 1 <= low <= high <= rows * length or steps < 2:
+            raise ValueError(
+                f"typical is {typical} and steps {steps}; expected the fewest and the most tokens of a usual batch, "
+                f"from 1 to {rows * length}, and at least 2 steps"
+            )
+        between = [low + (high - low) * step / (steps - 1) for step in range(1, steps)]
+        tokens = [*between, rows * length]
+    room = 1
+    while True:
+        # Multiples of 8, for which matrix products are fast.
+        sizes = sorted({math.ceil((math.ceil(count) + room) / 8) * 8 for count in tokens})
+        if sizes[-1] >= rows * length + filling_rows(sizes, rows, length):
+            return tuple(sizes)
+        room += 1
+
+
+def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
+    """Rows of padding in a packed batch of these rising sizes, so that none is empty or longer than ``length``."""
+    steps = (after - before for before, after in pairwise(buckets))
+    return max(1, -(-(buckets[0] - rows) // length), *(-(-(step - 1) // (length - 1)) for step in steps))
+
+
+def pack(
+    input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None, *, config: BertConfig | None = None, buckets: Sequence[int] | None = None,
+    rows: int | None = None, length: int | None = None,
+) -> PackedBatch:  # fmt: skip
+    """Take the padding out of a batch. On tensors of a GPU this waits for it; pack on the host, then ``.to(device)``.
+
+    Args:
+        input_ids: [B, T] integers.
+        attention_mask: [B, T], 0 where there is padding, on any side; None for none.
+        token_type_ids: [B, T], or None for type 0.
+        position_ids: [B, T] or [1, T]; counted when left out.
+        config: The model's, by which positions are counted; BERT's way, a token's column, without it.
+        buckets: Sizes in tokens, of which the smallest that fits is taken, as of ``token_buckets(rows, length)``. None
+            for no filling: each number of tokens is then a graph of its own.
+        rows: Rows of every batch, where the last of an epoch has fewer; B when left out.
+        length: Most tokens of a row of any batch; T when left out.
+
+    Raises:
+        TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
+    """
+    _check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+    if config is not None:
+        validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
+    batch, tokens = input_ids.shape
+    rows, length = batch if rows is None else rows, tokens if length is None else length
+    if rows < batch or length < tokens:
+        raise ValueError(f"input_ids is {batch} x {tokens}, but rows is {rows} and length {length}: both must hold it")
+    if config is not None and length > config.positions:
+        raise ValueError(f"length is {length}, but the model has {config.positions} positions")
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    lengths = kept.sum(1)
+    if empty := (lengths == 0).nonzero().flatten().tolist():
+        raise ValueError(f"attention_mask: row(s) {empty[:8]} have no token; leave them out of the batch")
+    added = _added_rows(int(lengths.sum()), rows - batch, rows, length, buckets)
+
+    first, columns = None, torch.arange(tokens, device=input_ids.device)[None]  # BERT's positions
+    if position_ids is None:
+        first = 0 if config is None else config.first_position
+        position_ids = _counted_positions(input_ids, first - 1) if first else columns
+    row = torch.arange(batch, device=input_ids.device)[:, None]
+    pad = 0 if config is None or config.pad_token_id is None else config.pad_token_id
+
+    def packed(padded: Tensor, fill: int) -> Tensor:
+        values = padded.expand(batch, tokens)[kept]
+        return torch.cat([values, values.new_full((sum(added),), fill)])
+
+    all_lengths = torch.cat([lengths, lengths.new_tensor(added)])
+    return PackedBatch(
+        input_ids=packed(input_ids, pad), position_ids=packed(position_ids, 0),
+        token_type_ids=None if token_type_ids is None else packed(token_type_ids, 0),
+        offsets=torch.cat([lengths.new_zeros(1), all_lengths.cumsum(0)]).int(),
+        places=packed(row * length + columns, rows * length), rows=rows, length=length, first_position=first,
+    )  # fmt: skip
+
+
+def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
+    """Put the padding back, as ``fill``: [N, ...] -> [B, T, ...], or the same for all tensors of a model's output."""
+    if isinstance(packed, Tensor):
+        padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)
+        return padded.index_copy(0, batch.places, packed)[:-1].unflatten(0, (batch.rows, batch.length))
+    output: Any = packed
+    names = ("logits",) if isinstance(packed, TokenScores) else ("last_hidden_state", "start_logits", "end_logits")
+    padded_fields = {name: unpack(getattr(output, name), batch, fill) for name in names if hasattr(output, name)}
+    return output._replace(**padded_fields)
 
 
 class Bert(nn.Module):
@@ -135,7 +272,7 @@ class Bert(nn.Module):
             count, length = input_ids.shape
             check_labels(config, labels, start_positions, end_positions, count, length, None)
             if position_ids is None and config.first_position:
-                position_ids = counted_positions(input_ids, config.first_position - 1)
+                position_ids = _counted_positions(input_ids, config.first_position - 1)
             x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
             if attention_mask is not None and not (validate.on_host(attention_mask) and (attention_mask != 0).all()):
                 mask = key_mask(attention_mask, x)
@@ -143,37 +280,23 @@ class Bert(nn.Module):
             x = layer(x, mask, rows)
         return self._score(x, labels, start_positions, end_positions, batch)
 
-    def without_padding(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None, *, buckets: Sequence[int] | None = None, **labels: Tensor | None,
-    ) -> Output:  # fmt: skip
-        """Like a call on the padded batch [B, T], with the padding taken out before and put back, as zeros, after.
-
-        Waits for a device. Takes ``buckets`` as ``pack`` does, and labels as a call does.
-        """
-        batch = pack(input_ids, attention_mask, token_type_ids, position_ids, config=self.config, buckets=buckets)
-        output: Output = self(batch, **labels)
-        return unpack(output, batch)
-
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None
     ) -> Output:
-        head, labels = self.head, _match_mode(labels)
-        match head:
-            case PoolerHead():
+        labels, start, end = map(_match_mode, (labels, start, end))
+        match self.head:
+            case PoolerHead() as head:
                 return Encoding(x, head(_first_tokens(x, batch)))
-            case MaskedLMHead():
+            case MaskedLMHead() as head:
                 weight = self.embeddings.word_embeddings.weight if self.decoder is None else self.decoder.weight
                 return head(x, weight, labels)
-            case SequenceHead():
+            case SequenceHead() as head:
                 return head(_first_tokens(x, batch), labels)
-            case TokenHead():
+            case TokenHead() as head:
                 return head(x, labels)
-            case SpanHead():
-                start, end = _match_mode(start), _match_mode(end)
-                if batch is None:
-                    return head(x, start, end)
-                return head(x, start, end, batch.rows, batch.length, _match_mode(batch.places))
+            case SpanHead() as head:
+                packing = () if batch is None else (batch.rows, batch.length, _match_mode(batch.places))
+                return head(x, start, end, *packing)
         return Encoding(x)
 
 
@@ -189,22 +312,63 @@ def _match_mode(ids: Tensor | None) -> Tensor | None:
     return ids.clone()
 
 
+def _check_ids(
+    input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None, position_ids: Tensor | None
+) -> None:
+    validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
+    sizes = {"B": input_ids.shape[0], "T": input_ids.shape[1]}
+    for name, value, shape in (
+        ("attention_mask", attention_mask, "B T"),
+        ("token_type_ids", token_type_ids, "B T"),
+        ("position_ids", position_ids, "B T | 1 T"),
+    ):
+        if value is not None:
+            validate.tensor(name, value, shape, like=input_ids, like_name="input_ids", sizes=sizes)
+
+
+def _counted_positions(input_ids: Tensor, padding_idx: int) -> Tensor:
+    """RoBERTa's positions of a padded batch [B, T]: from ``padding_idx + 1`` over the tokens."""
+    token = input_ids != padding_idx
+    return token.cumsum(1) * token + padding_idx
+
+
+def _added_rows(real: int, missing: int, rows: int, length: int, buckets: Sequence[int] | None) -> list[int]:
+    """Lengths of the rows that fill a batch up: one token for each missing row, the rest spread evenly."""
+    if buckets is None:
+        return [1] * missing
+    sizes = sorted(set(buckets))
+    if not sizes or sizes[0] < 1 or length < 2:
+        raise ValueError(
+            f"buckets is {buckets!r} and length {length}, expected sizes in tokens and rows of at least 2; "
+            "token_buckets(rows, length) makes them"
+        )
+    filling = filling_rows(sizes, rows, length)
+    needed = real + missing + filling
+    size = next((size for size in sizes if size >= needed), None)
+    if size is None:
+        raise ValueError(
+            f"the batch has {real} tokens and needs room for {missing + filling} of padding, but the largest bucket "
+            f"holds {sizes[-1]}; token_buckets({rows}, {length}) holds every batch of this kind"
+        )
+    each, more = divmod(size - real - missing, filling)
+    return [1] * missing + [each + (place < more) for place in range(filling)]
+
+
 def _check_inputs(
     config: BertConfig, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None, token_type_ids: Tensor | None,
     position_ids: Tensor | None,
 ) -> None:  # fmt: skip
     if isinstance(input_ids, PackedBatch):
         batch = input_ids
-        own = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        if twice := [name for name, value in own.items() if value is not None]:
-            raise ValueError(f"{', '.join(twice)} given with a packed batch, which holds its own: pass them to pack()")
+        if any(each is not None for each in (attention_mask, token_type_ids, position_ids)):
+            raise ValueError("a packed batch holds its own mask, token types and positions: pass them to pack()")
         if batch.length > config.positions:
             raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
         if batch.first_position not in (None, config.first_position):
             raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
         input_ids, token_type_ids, position_ids = batch.input_ids, batch.token_type_ids, batch.position_ids
     else:
-        check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+        _check_ids(input_ids, attention_mask, token_type_ids, position_ids)
         if position_ids is None and (tokens := input_ids.shape[1]) > config.positions:
             raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")

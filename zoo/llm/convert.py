@@ -1,4 +1,4 @@
-"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3, and weights in 8 bits.
+"""To and from transformers' Llama, Mistral, Qwen2 and Qwen3.
 
 transformers is imported when it is needed. Its queries, keys and values, and its two halves of the MLP, are rows of one
 tensor each here.
@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zoo.engine.compile import plan_of
 from zoo.files import upstream
-from zoo.llm.config import LLMConfig, RopeScaling
-from zoo.llm.model import LLM
+from zoo.llm.model import LLM, LLMConfig, RopeScaling
 from zoo.weights import Placement, Table, WeightMap
 
 _CLASSES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Fields of a rotary scaling, by its kind.
+_SCALINGS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 # Fields of theirs that are ours, by the same name.
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -54,21 +56,17 @@ def table(config: LLMConfig) -> Table:
 
 def config_of(module: nn.Module) -> LLMConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    transformers = upstream("transformers")
-
     name = type(module).__name__
-    if name not in _CLASSES.values() or type(module) is not getattr(transformers, name):
+    if name not in _CLASSES.values() or type(module) is not getattr(upstream("transformers"), name):
         raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
     return convert_config(module.config)
 
 
 def skeleton(config: LLMConfig) -> nn.Module:
     """The transformers model of a config, on the meta device."""
-    transformers = upstream("transformers")
-
     theirs = upstream_config(config)
     with torch.device("meta"):
-        return getattr(transformers, _CLASSES[theirs.model_type])(theirs)
+        return getattr(upstream("transformers"), _CLASSES[theirs.model_type])(theirs)
 
 
 def reset_buffers(module: Any) -> None:
@@ -79,10 +77,8 @@ def reset_buffers(module: Any) -> None:
 
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
-    transformers = upstream("transformers")
-
-    config = convert_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
-    return dataclasses.replace(config, **overrides)
+    theirs = upstream("transformers").AutoConfig.from_pretrained(folder, local_files_only=True)
+    return dataclasses.replace(convert_config(theirs), **overrides)
 
 
 def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
@@ -123,8 +119,6 @@ def convert_config(theirs: Any) -> LLMConfig:
 
 def upstream_config(config: LLMConfig) -> Any:
     """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama."""
-    transformers = upstream("transformers")
-
     if config.qkv_bias and config.qk_norm:
         raise ValueError("qkv_bias and qk_norm are both True, and no class of transformers has both")
     mistral = config.sliding_window is not None or config.model_type == "mistral"
@@ -134,81 +128,53 @@ def upstream_config(config: LLMConfig) -> Any:
     options["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if (scaling := config.rope_scaling) is not None:
-        names = _LLAMA3 if scaling.kind == "llama3" else ("factor",)
-        options["rope_parameters"] |= {"rope_type": scaling.kind, **{name: getattr(scaling, name) for name in names}}
+        own = {name: getattr(scaling, name) for name in _SCALINGS[scaling.kind]}
+        options["rope_parameters"] |= {"rope_type": scaling.kind, **own}
     # Qwen2 has no such field of its own, and divides the width among the heads unless it is told otherwise.
     if kind != "qwen2" or config.head_dim != config.hidden_size // config.num_attention_heads:
         options["head_dim"] = config.head_dim
-    if kind == "mistral" or config.sliding_window is not None:
+    if kind == "mistral":
         options["sliding_window"] = config.sliding_window
-    if kind != "mistral" and config.sliding_window is not None:
-        options |= {"use_sliding_window": True, "max_window_layers": 0}
+    elif config.sliding_window is not None:
+        options |= {"sliding_window": config.sliding_window, "use_sliding_window": True, "max_window_layers": 0}
     architecture = _CLASSES[kind]
-    made = getattr(transformers, architecture).config_class(**options)
-    made.architectures = [architecture]
-    return made
+    return getattr(upstream("transformers"), architecture).config_class(**options, architectures=[architecture])
 
 
 def _rope(kind: str, parameters: Any) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         _refuse(kind, "rope_parameters", parameters, "one setting for all layers is needed")
-    rope_type = parameters.get("rope_type", "default")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         _refuse(kind, "partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned")
-    if rope_type not in ("default", "linear", "llama3"):
+    rope_type, scaling = parameters.get("rope_type", "default"), None
+    if rope_type in _SCALINGS:
+        scaling = RopeScaling(kind=rope_type, **{name: parameters[name] for name in _SCALINGS[rope_type]})
+    elif rope_type != "default":
         _refuse(kind, "rope_type", rope_type, "default, linear and llama3 are supported")
-    scaling = None
-    if rope_type != "default":
-        names = _LLAMA3 if rope_type == "llama3" else ("factor",)
-        scaling = RopeScaling(kind=rope_type, **{name: parameters[name] for name in names})
     return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling}
 
 
 def _window(kind: str, theirs: Any) -> int | None:
     """The window that all layers share."""
     window: int | None = getattr(theirs, "sliding_window", None) if kind != "llama" else None
-    layers = getattr(theirs, "layer_types", None) if kind in ("qwen2", "qwen3") else None
-    if window is not None and layers is not None:
-        if len(set(layers)) > 1:
-            _refuse(kind, "layer_types", layers, "all layers must have the same window")
-        if "full_attention" in layers:
-            return None
-    return window
+    layers = set(getattr(theirs, "layer_types", None) or ()) if kind in ("qwen2", "qwen3") else set()
+    if window is not None and len(layers) > 1:
+        _refuse(kind, "layer_types", theirs.layer_types, "all layers must have the same window")
+    return None if "full_attention" in layers else window
 
 
 def _refuse(kind: str, option: str, value: Any, why: str) -> Any:
     raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
 
 
-def quantize_int8(model: LLM) -> LLM:
-    """Round the weights of all products to int8, one scale per row, in place, and return the model.
-
-    Outputs change a little. Activations, the cache, norms and the embedding stay as they are; so does an output product
-    tied to the embedding. A rounded model cannot be saved or converted. Needs torchao (ImportError); TypeError or
-    ValueError if the model is not of this family, or its regions are compiled already.
-    """
-    try:
-        from torchao import quantization  # type: ignore[import-not-found, import-untyped]
-    except ImportError as error:
-        raise ImportError("quantize_int8 needs torchao: pip install torchao") from error
-    if not isinstance(model, LLM):
-        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
-    if plan_of(model) is not None:
-        raise ValueError("the model's regions are compiled already; call zoo.uncompile(model) first")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    return model
+def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors without the rotary frequencies of old releases, which follow from the config."""
+    return {key: tensor for key, tensor in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
 
 
-def _refuse_quantized(model: LLM) -> None:
-    if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
-        raise ValueError("the model's weights were rounded to int8; save or convert it before quantize_int8")
-
-
-# Old checkpoints hold the frequencies, which follow from the config.
 WEIGHTS = WeightMap(
     name="llm", noun="a language model", classes=(LLM,), table=table, config_of=config_of, skeleton=skeleton,
-    finish=reset_buffers, refuse=_refuse_quantized, ignored=("rotary_emb.inv_freq",), read_config=read_config,
-    write_config=write_config,
+    finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
     use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
 )  # fmt: skip
 placements = WEIGHTS.placements

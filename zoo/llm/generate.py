@@ -1,6 +1,6 @@
 """Generation: the model reads prompts padded to buckets, then one CUDA graph per new token runs on the device.
 
-``generate`` answers prompts. A ``Session`` keeps its cache and its captured steps for a conversation.
+A ``Session`` keeps its cache and its captured steps for a conversation; ``LLM.generate`` makes one for its prompts.
 
 Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of the cache.
 """
@@ -8,18 +8,20 @@ Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.llm.config import KVCache, LLMConfig, check_is_cache
 from zoo.ops.common import kernels_run
+
+if TYPE_CHECKING:
+    from zoo.llm.model import LLM, KVCache, LLMConfig
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
 Rows: TypeAlias = list[list[int]]
@@ -73,67 +75,11 @@ class GenerationOptions:
         """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
         ends = config.eos_token_id if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-        for end in ends:
-            if not isinstance(end, int) or isinstance(end, bool) or not 0 <= end < vocab_size:
-                raise ValueError(f"eos is {eos!r}, expected token ids, 0 to {vocab_size - 1}, or () to never stop")
+        if not all(validate.is_count(end, least=0) and end < vocab_size for end in ends):
+            raise ValueError(f"eos is {eos!r}, expected token ids, 0 to {vocab_size - 1}, or () to never stop")
         if len(ends) > MOST_ENDS:
             raise ValueError(f"eos has {len(ends)} tokens, and a step compares with {MOST_ENDS} at most")
         return ends
-
-
-class GenerationMixin(nn.Module):
-    """Gives a model ``generate`` and ``stream``, as transformers' class of this name does."""
-
-    config: LLMConfig
-    make_cache: Callable[..., KVCache]
-
-    def generate(
-        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        """Continue prompts: [B, n] int64 on the model's device, the new tokens, end token included.
-
-        n is the longest answer's length; shorter ones end in padding (the config's ``pad_token_id``, else the first end
-        token).
-
-        Args:
-            tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
-            cache: Used instead of a new one; its content is overwritten.
-            cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
-            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
-                pieces.
-            options: Of ``GenerationOptions``.
-
-        Raises:
-            TypeError, ValueError: If an argument does not fit, a prompt is empty or holds a token that is not in the
-                vocabulary, or does not fit into the cache together with ``max_new_tokens``; before anything runs.
-        """
-        chunks = GenerationMixin.stream(self, tokens, cache=cache, cuda_graph=cuda_graph, buckets=buckets, **options)
-        return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
-
-    def stream(
-        self, tokens: Prompts, *, cache: KVCache | None = None, cuda_graph: bool | None = None,
-        buckets: Sequence[int] | None = None, **options: Any,
-    ) -> Iterator[Tensor]:  # fmt: skip
-        """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
-        _check_model(self)
-        checked = GenerationOptions(**options)
-        rows = _prompt_rows(tokens, self.config.vocab_size)
-        longest, limit = max(map(len, rows)) + checked.max_new_tokens, self.config.max_position_embeddings
-        if cache is None:
-            if longest > limit:
-                raise ValueError(f"prompt and max_new_tokens are {longest} tokens, but the model has {limit} positions")
-            # A power of two, so that texts of similar lengths share their graphs.
-            batch, slots = len(rows), min(max(16, 1 << (longest - 1).bit_length()), limit)
-        else:
-            check_is_cache(cache)
-            batch, slots = cache.batch, cache.slots
-        session = Session(self, batch, slots, cache=cache, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
-        return session._start(rows, checked)
-
-
-generate = GenerationMixin.generate
-stream = GenerationMixin.stream
 
 
 class Session:
@@ -146,28 +92,23 @@ class Session:
         model: A language model of the zoo, compiled or not.
         batch: Rows, each a text of its own.
         slots: Tokens that fit into a row, prompts and answers together.
-        cache: As for ``generate``; its sizes must be these.
-        cuda_graph: As for ``generate``.
-        buckets: As for ``generate``.
+        cuda_graph: As for ``LLM.generate``.
+        buckets: As for ``LLM.generate``.
         conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
             can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later prompt
             is then another graph.
     """
 
     def __init__(
-        self, model: GenerationMixin, batch: int, slots: int, *, cache: KVCache | None = None,
-        cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, conversation: bool = True,
+        self, model: LLM, batch: int, slots: int, *, cuda_graph: bool | None = None,
+        buckets: Sequence[int] | None = None, conversation: bool = True,
     ) -> None:  # fmt: skip
-        _check_model(model)
+        if not hasattr(model, "make_cache"):
+            raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
         self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
         if not self.buckets or not all(map(validate.is_count, self.buckets)):
             raise ValueError(f"buckets is {buckets!r}, expected positive lengths")
-        if cache is not None:
-            check_is_cache(cache)
-            if (cache.batch, cache.slots) != (batch, slots):
-                raise ValueError(f"cache is {cache.batch} x {cache.slots}, but batch is {batch} and slots {slots}")
-        self.model = model
-        self.cache = model.make_cache(batch, slots) if cache is None else cache
+        self.model, self.cache = model, model.make_cache(batch, slots)
         self.state = DecodeState(batch, slots, self.cache.device)
         self.captures = self.cache.device.type == "cuda" if cuda_graph is None else cuda_graph
         self.conversation = conversation
@@ -179,7 +120,7 @@ class Session:
         """Forget all texts. Compiled and captured code stays."""
         self.lengths = [0] * self.cache.batch
         # The model has not read the last token of an answer: it goes before the next prompt.
-        self._pending: list[list[int]] = [[] for _ in range(self.cache.batch)]
+        self._pending: Rows = [[] for _ in range(self.cache.batch)]
         self._turn += 1
 
     def generate(self, tokens: Prompts, **options: Any) -> Tensor:
@@ -191,29 +132,25 @@ class Session:
 
         The next prompt continues after the yielded tokens: leaving the loop early cuts the answer there.
         """
-        return self._start(_prompt_rows(tokens, self.model.config.vocab_size), GenerationOptions(**options))
-
-    def _start(self, rows: Rows, options: GenerationOptions) -> Iterator[Tensor]:
-        """Check a request now, and return the iterator that runs it."""
-        if len(rows) != self.cache.batch:
-            raise ValueError(f"tokens has {len(rows)} rows, but the cache {self.cache.batch}")
-        rows = [[*pending, *row] for pending, row in zip(self._pending, rows, strict=True)]
+        config, checked, slots = self.model.config, GenerationOptions(**options), self.cache.slots
+        prompts, new = prompt_rows(tokens, config.vocab_size), checked.max_new_tokens
+        if len(prompts) != self.cache.batch:
+            raise ValueError(f"tokens has {len(prompts)} rows, but the cache {self.cache.batch}")
+        rows = [[*pending, *row] for pending, row in zip(self._pending, prompts, strict=True)]
         for index, (length, row) in enumerate(zip(self.lengths, rows, strict=True)):
-            if length + len(row) + options.max_new_tokens > self.cache.slots:
-                raise ValueError(
-                    f"row {index} has {length + len(row)} tokens and max_new_tokens is {options.max_new_tokens}, but "
-                    f"the cache has {self.cache.slots} slots: take a larger one, or fewer tokens"
-                )
-        ends = options.end_tokens(self.model.config)
+            if (held := length + len(row)) + new > slots:
+                text = f"row {index} has {held} tokens and max_new_tokens is {new}, but the cache has {slots} slots"
+                raise ValueError(f"{text}: take fewer tokens, or more slots where the model has as many positions")
+        ends = checked.end_tokens(config)
         self._turn += 1
-        return self._run(rows, options, ends, self._turn)
+        return self._run(rows, checked, ends, self._turn)
 
     def _run(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...], turn: int) -> Iterator[Tensor]:
         self._check_turn(turn)
         before = self.lengths
         strides = self._strides(rows, options, ends)
         transfer: HostTransfer | None = next(strides)
-        answers: list[list[int]] = [[] for _ in rows]
+        answers: Rows = [[] for _ in rows]
         ended = [False] * len(answers)
         while transfer is not None:
             # Captured, the device works on the next stride while the host looks at this one.
@@ -256,19 +193,21 @@ class Session:
             first = last
 
     def _prefill(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> None:
-        state, greedy, device, config = self.state, options.greedy, self.cache.device, self.model.config
+        state, greedy, device, longest = self.state, options.greedy, self.cache.device, max(map(len, rows))
         if self.captures and greedy not in self._steps:
-            # Warm-up runs write to the slots that the prompt is about to fill.
-            state.idle(torch.tensor(self.lengths)[:, None])
+            # Warm-up runs write to the slots that the prompt is about to fill: all rows have ended, at one slot each.
+            state.finished.fill_(True)
+            state.step.zero_()
+            state.positions.copy_(torch.tensor(self.lengths)[:, None])
             self._steps[greedy] = capture(
                 decode_step, (self.model, self.cache, state, greedy), static=(0, 1, 2), clone_outputs=False
             )
-        state.begin(options, ends, config)
-        whole = None
-        if not (self.conversation or any(self.lengths)):
-            whole = _in_one_bucket(rows, self.buckets, self.cache.slots)
-        if whole is not None:
-            tokens, last = (each.to(device) for each in whole)
+        state.begin(options, ends, self.model.config)
+        bucket = next((size for size in self.buckets if longest <= size <= self.cache.slots), None)
+        if bucket is not None and not self.conversation and not any(self.lengths):
+            # Padding goes into slots that are overwritten before a token reads them.
+            tokens = torch.tensor([row + row[-1:] * (bucket - len(row)) for row in rows], device=device)
+            last = torch.tensor([[len(row) - 1] for row in rows], device=device)
             logits = self.model(tokens, cache=self.cache, logits_to_keep=last)
         else:
             for tokens, positions in _in_pieces(rows, self.lengths, self.buckets):
@@ -283,12 +222,8 @@ class HostTransfer:
     """Chosen tokens [n, B] on their way to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
-        on_gpu = tokens.is_cuda
-        self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=on_gpu, device="cpu")
-        self._host.copy_(tokens, non_blocking=on_gpu)
-        self._arrived = torch.cuda.Event() if on_gpu else None
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(tokens.device))
+        self._host = tokens.to("cpu", non_blocking=True, copy=True)  # into pinned memory
+        self._arrived = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
 
     def wait(self) -> Tensor:
         """[B, n], once it has arrived."""
@@ -336,14 +271,8 @@ class DecodeState:
         steps = options.max_new_tokens
         self.noise[:steps].copy_(torch.rand(steps, self.noise.shape[1], generator=generator, device="cpu"))
 
-    def idle(self, positions: Tensor) -> None:
-        """Let steps run without effect: all rows have ended and write to one slot, at ``positions`` [B, 1]."""
-        self.finished.fill_(True)
-        self.step.zero_()
-        self.positions.copy_(positions)
 
-
-def decode_step(model: GenerationMixin, cache: KVCache, state: DecodeState, greedy: bool) -> None:
+def decode_step(model: LLM, cache: KVCache, state: DecodeState, greedy: bool) -> None:
     """Feed each row's last token and choose the next, on the device: the CUDA graph of decoding is this function's."""
     logits = model(state.tokens, position_ids=state.positions, cache=cache, logits_to_keep=1)
     accept(state, logits[:, -1], greedy)
@@ -393,47 +322,26 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     return order.gather(-1, place).squeeze(-1)
 
 
-def _check_model(model: GenerationMixin) -> None:
-    if not isinstance(model, GenerationMixin):
-        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
-
-
-def _prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
-    """Token ids of each row, checked."""
-    rows: list[Any]
+def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
+    """Token ids of each row; TypeError or ValueError if a row is empty or holds what is no token."""
     if isinstance(tokens, Tensor):
         validate.tensor("tokens", tokens, "B T", kinds=_INTEGERS)
-        rows = tokens.tolist()
-    elif isinstance(tokens, Sequence) and not isinstance(tokens, str):
-        rows = [row.tolist() if isinstance(row, Tensor) and row.dim() == 1 else row for row in tokens]
-    else:
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise TypeError(f"tokens is a {type(tokens).__name__}, expected a tensor [batch, tokens] or a list of lists")
-    if not rows:
+    if not tokens:
         raise ValueError("tokens has no rows")
-    for index, row in enumerate(rows):
+    rows: Rows = []
+    for index, given in enumerate(tokens):
+        row = given.tolist() if isinstance(given, Tensor) else given
         if not isinstance(row, Sequence) or isinstance(row, str):
             raise TypeError(f"row {index} of tokens is a {type(row).__name__}, expected a list of token ids: [[1, 2]]")
         if not row:
             raise ValueError(f"row {index} of tokens is empty: give it a first token")
-        if wrong := [token for token in row if not isinstance(token, int) or isinstance(token, bool)]:
-            raise TypeError(f"row {index} of tokens holds {wrong[0]!r}, expected integers")
-        if wrong := [token for token in row if not 0 <= token < vocab_size]:
-            raise ValueError(f"row {index} of tokens holds {wrong[0]}, but the vocabulary has {vocab_size} tokens")
-    return [list(row) for row in rows]
-
-
-def _in_one_bucket(rows: Rows, buckets: Sequence[int], slots: int) -> tuple[Tensor, Tensor] | None:
-    """Rows that begin a text, padded on the right: tokens [B, bucket] and each row's last position [B, 1].
-
-    Padding goes into slots that are overwritten before a token reads them. None if no bucket holds the longest row or
-    the cache is smaller than the bucket.
-    """
-    longest = max(map(len, rows))
-    size = next((bucket for bucket in buckets if bucket >= longest), None)
-    if size is None or size > slots:
-        return None
-    tokens = [row + row[-1:] * (size - len(row)) for row in rows]
-    return torch.tensor(tokens), torch.tensor([[len(row) - 1] for row in rows])
+        if wrong := [each for each in row if not validate.is_count(each, least=0) or each >= vocab_size]:
+            raise ValueError(f"row {index} of tokens holds {wrong[0]!r}, expected integers from 0 to {vocab_size - 1}")
+        rows.append(list(row))
+    return rows
 
 
 def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -18,8 +18,10 @@ and value heads, D width of a head, S slots of the cache, P positions.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +30,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.config import KVCache, LLMConfig, check_cache
-from zoo.llm.generate import GenerationMixin
+from zoo.llm.generate import GenerationOptions, Prompts, Session, prompt_rows
 from zoo.ops.attention import (
     attend,
     decode_attention,
@@ -40,10 +41,130 @@ from zoo.ops.attention import (
     rotate_into,
     split_rotated,
 )
-from zoo.ops.common import is_plain_tensor, is_unmodified
+from zoo.ops.common import compute_dtype, is_plain_tensor, is_unmodified
 from zoo.ops.norms import add_rms_norm, rms_norm
 from zoo.ops.products import swiglu
 from zoo.weights import initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to longer texts than a model was first trained on.
+
+    ``"linear"`` divides all frequencies by ``factor``. ``"llama3"`` divides those of waves longer than
+    ``original_max_position_embeddings / low_freq_factor``, keeps those of waves shorter than
+    ``original_max_position_embeddings / high_freq_factor`` and blends between (https://arxiv.org/abs/2407.21783).
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        validate.one_of(self, "kind", ("linear", "llama3"))
+        validate.positive_number(self, "factor")
+        bounds = (self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings)
+        if self.kind == "linear" and bounds != (None, None, None):
+            raise ValueError(f"kind 'linear' has a factor only, but low, high and original length are {bounds}")
+        if self.kind == "llama3" and (None in bounds or not self.low_freq_factor < self.high_freq_factor):  # type: ignore[operator]
+            raise ValueError(f"kind 'llama3' needs low < high and an original length, but they are {bounds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
+
+    Fields are named and meant as in transformers.
+
+    Args:
+        head_dim: Width of a head. All heads together may be wider or narrower than ``hidden_size``.
+        rope_theta: Base of the rotary frequencies.
+        rope_scaling: None, linear or Llama 3's.
+        qkv_bias: Bias of queries, keys and values (Qwen2).
+        qk_norm: RMSNorm over each head of queries and keys (Qwen3).
+        sliding_window: A token sees this many last tokens, itself included; None for all.
+        pad_token_id: Its embedding gets no gradient, and ``generate`` fills rows that have ended with it.
+        eos_token_id: Tokens that end a text, unless ``generate`` is given others.
+        model_type: ``"mistral"`` converts a model without a window to transformers' Mistral; None lets the options
+            decide.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    model_type: str | None = None
+
+    def __post_init__(self) -> None:
+        validate.positive(
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+        )
+        validate.positive(self, "num_key_value_heads", "head_dim", "max_position_embeddings")
+        if self.sliding_window is not None:
+            validate.positive(self, "sliding_window")
+        validate.divides(self, "num_key_value_heads", "num_attention_heads")
+        validate.positive_number(self, "rope_theta", "rms_norm_eps")
+        validate.optional_index(self, "pad_token_id", "vocab_size")
+        validate.one_of(self, "model_type", (None, "mistral"))
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
+
+
+_LLAMA_SCALING = RopeScaling(
+    kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+_LLAMA: dict[str, Any] = {
+    "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_scaling": _LLAMA_SCALING, "bos_token_id": 128000,
+    "eos_token_id": (128001,),
+}  # fmt: skip
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "qk_norm": True, "bos_token_id": 151643,
+    "eos_token_id": (151645,),
+}  # fmt: skip
+
+PRESETS: dict[str, LLMConfig] = {
+    "llm-debug": LLMConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, rope_theta=10000.0, rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_scaling=dataclasses.replace(_LLAMA_SCALING, factor=4.0, original_max_position_embeddings=128),
+    ),
+    "llama-3.2-1b": LLMConfig(
+        **_LLAMA, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
+    ),
+    "llama-3.2-3b": LLMConfig(
+        **_LLAMA, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128,
+    ),
+    "llama-3.1-8b": LLMConfig(
+        **{**_LLAMA, "tie_word_embeddings": False, "rope_scaling": dataclasses.replace(_LLAMA_SCALING, factor=8.0)},
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128,
+    ),
+    "qwen3-0.6b": LLMConfig(
+        **_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    ),
+    "qwen3-8b": LLMConfig(
+        **{**_QWEN3, "tie_word_embeddings": False}, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32,
+    ),
+}  # fmt: skip
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
@@ -241,13 +362,48 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]
 
 
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of all layers, in memory that never moves; ``model.make_cache`` makes it.
+
+    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row lies in
+    slot p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are
+    never read: to take tokens back, continue from an earlier position.
+    """
+
+    layers: tuple[Tensor, ...]
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.layers[0].shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Tokens that fit into a row."""
+        return self.layers[0].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values."""
+        return self.layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the keys and values."""
+        return self.layers[0].device
+
+    def __repr__(self) -> str:
+        return f"KVCache({len(self.layers)} layers of {list(self.layers[0].shape)}, {self.dtype})"
+
+
 REGIONS = (
     Region(LLMLayer, graphs=1, why="one graph for prefill, one for a decode step, one for scoring, at any depth"),
     Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 
 
-class LLM(GenerationMixin):
+class LLM(nn.Module):
     """A decoder-only language model of an ``LLMConfig``."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -315,10 +471,41 @@ class LLM(GenerationMixin):
         """Weights of the output product, [V, C]: the embedding's where they are tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def make_cache(
-        self, batch: int, slots: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> KVCache:
-        """An empty cache of ``batch`` rows of ``slots`` tokens, with the weights' dtype and device unless given.
+    def generate(
+        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
+    ) -> Tensor:
+        """Continue prompts: [B, n] int64 on the model's device, the new tokens, end token included.
+
+        n is the longest answer's length; shorter ones end in padding (the config's ``pad_token_id``, else the first end
+        token).
+
+        Args:
+            tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
+            cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
+            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
+                pieces.
+            options: Of ``GenerationOptions``.
+
+        Raises:
+            TypeError, ValueError: If an argument does not fit, a prompt is empty or holds a token that is not in the
+                vocabulary, or has no room for ``max_new_tokens`` behind it; before anything runs.
+        """
+        chunks = self.stream(tokens, cuda_graph=cuda_graph, buckets=buckets, **options)
+        return torch.cat(list(chunks), dim=1).to(self.embed_tokens.weight.device)
+
+    def stream(
+        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
+    ) -> Iterator[Tensor]:
+        """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
+        rows = prompt_rows(tokens, self.config.vocab_size)
+        longest = max(map(len, rows)) + GenerationOptions(**options).max_new_tokens
+        # A power of two, so that texts of similar lengths share their graphs.
+        slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
+        session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
+        return session.stream(rows, **options)
+
+    def make_cache(self, batch: int, slots: int, *, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache of ``batch`` rows of ``slots`` tokens on the weights' device, in their or autocast's dtype.
 
         A ValueError if a size is not positive or ``slots`` is more than ``max_position_embeddings``.
         """
@@ -328,10 +515,10 @@ class LLM(GenerationMixin):
         if slots > config.max_position_embeddings:
             raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
         shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
-        where: dict[str, Any] = {"dtype": dtype or weight.dtype, "device": device or weight.device}
+        dtype = dtype or compute_dtype(weight)
         # Regions would compile a second graph for tensors of inference mode. Zeros, because a masked NaN is NaN.
-        with torch.inference_mode(False):
-            return KVCache(tuple(torch.zeros(shape, **where) for _ in range(config.num_hidden_layers)))
+        with torch.inference_mode(False), weight.device:
+            return KVCache(tuple(torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)))
 
     def _run_layers(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: KVCache | None
@@ -341,20 +528,16 @@ class LLM(GenerationMixin):
         batch, tokens = input_ids.shape
         if cache is not None and x.requires_grad:
             raise ValueError("a cache has no gradients: call the model under torch.inference_mode(), or without it")
-        positions = position_ids
-        if positions is None:
-            positions = torch.arange(tokens, device=x.device)[None]
         window = self.config.sliding_window
+        positions = torch.arange(tokens, device=x.device)[None] if position_ids is None else position_ids
         if cache is None:
-            mask = token_mask(tokens, attention_mask, window, x.device)
-        else:
-            positions = positions.expand(batch, tokens).long().contiguous()
-        rotary = self.rotary(positions)
-        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
-        if cache is None:
+            mask, rotary = token_mask(tokens, attention_mask, window, x.device), self.rotary(positions)
             for layer in self.layers:
                 x = layer(x, rotary, mask)
             return x
+        positions = positions.expand(batch, tokens).long().contiguous()
+        rotary = self.rotary(positions)
+        from_start = position_ids is None and tokens > 1 and (window is None or tokens <= window)
         for layer, held in zip(self.layers, cache.layers, strict=True):
             x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
         return x
@@ -372,16 +555,13 @@ def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
 
 def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
     """The mask of ``attend_tokens`` for padding and a window; None where causal attention needs none."""
-    if window is not None and window >= tokens:
-        window = None
-    if attention_mask is None and window is None:
+    narrow = window is not None and window < tokens
+    if attention_mask is None and not narrow:
         return None
     index = torch.arange(tokens, device=device)
     distance = index[:, None] - index
     mask = distance >= 0
-    if window is not None:
-        mask = mask & (distance < window)
-    mask = mask[None, None]
+    mask = (mask & (distance < window) if narrow else mask)[None, None]  # type: ignore[operator]
     if attention_mask is not None:
         # Padding sees itself: a row that sees nothing would be NaN, and poison all rows through its value.
         mask = (mask & attention_mask.bool()[:, None, None]) | (distance == 0)
@@ -396,14 +576,13 @@ def _check_inputs(
     validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
-    sizes = {"B": batch, "T": tokens}
-    if attention_mask is not None and cache is not None:
-        raise ValueError("attention_mask and cache cannot both be given; repeat the last token of short rows")
+    sizes, limit = {"B": batch, "T": tokens}, config.max_position_embeddings
     if attention_mask is not None:
+        if cache is not None:
+            raise ValueError("attention_mask and cache cannot both be given; repeat the last token of short rows")
         validate.tensor("attention_mask", attention_mask, "B T", sizes=sizes)
     if cache is not None:
-        check_cache(cache, config, model.embed_tokens.weight, input_ids, position_ids is None)
-    limit = config.max_position_embeddings
+        _check_cache(cache, model, input_ids, position_ids is None)
     if position_ids is None and tokens > limit:
         raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
     if position_ids is not None:
@@ -421,3 +600,31 @@ def _check_inputs(
         validate.tensor("logits_to_keep", logits_to_keep, "L | B L", kinds=(torch.int64,), sizes={"B": batch})
     elif not validate.is_count(logits_to_keep, least=0):
         raise ValueError(f"logits_to_keep is {logits_to_keep!r}, expected 0 for all, a number or a tensor of indices")
+
+
+def _check_cache(cache: KVCache, model: LLM, input_ids: Tensor, from_zero: bool) -> None:
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
+    config, weight = model.config, model.embed_tokens.weight
+    batch, tokens = input_ids.shape
+    dtype = compute_dtype(weight)
+    _, _, heads, _, width = cache.layers[0].shape
+    given = len(cache.layers), cache.batch, heads, width, cache.dtype, cache.device
+    needed = (config.num_hidden_layers, batch, config.num_key_value_heads, config.head_dim, dtype, weight.device)
+    if given != needed:
+        text = "{} layers of {} rows, {} heads of width {}, {} on {}"
+        raise ValueError(
+            f"cache has {text.format(*given)}, but the model and input_ids need {text.format(*needed)}: "
+            f"model.make_cache({batch}, slots, dtype={dtype}) makes one that fits"
+        )
+    if from_zero and tokens > cache.slots:
+        raise ValueError(f"input_ids has {tokens} tokens, but the cache {cache.slots} slots")
+
+
+def example_inputs(model: LLM, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
+    """``input_ids`` [batch, tokens] on the model's device, uniformly drawn; the same on every device."""
+    limit = model.config.max_position_embeddings
+    if batch < 1 or not 1 <= tokens <= limit:
+        raise ValueError(f"batch is {batch} and tokens {tokens}: both must be positive, and tokens at most {limit}")
+    drawn = torch.randint(model.config.vocab_size, (batch, tokens), generator=validate.seeded(seed), device="cpu")
+    return {"input_ids": drawn.to(model.embed_tokens.weight.device)}

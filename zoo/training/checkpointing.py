@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,19 +34,15 @@ def checkpoint_regions(
     Raises:
         ValueError: If the model is not compiled, has no block of this class, or is checkpointed already.
     """
-    plan = plan_of(model)
-    if plan is None:
+    if (plan := plan_of(model)) is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     if every < 1:
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
-    regions = list(plan.modules_of(model).values())
-    blocks = [module for module in regions if type(module) is cls]
-    around = not blocks
-    if around:
-        # A region of our kernels alone stays eager: a module around such regions is a block too.
-        declared = {region.cls for region in declared_regions(model)}
-        held = set(regions).union(module for module in model.modules() if type(module) in declared)
-        blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
+    regions = set(plan.modules_of(model).values())
+    # A region of our kernels alone stays eager: a module around such regions is a block too.
+    declared = {region.cls for region in declared_regions(model)}
+    held = regions.union(module for module in model.modules() if type(module) in declared)
+    blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
         names = sorted({type(module).__name__ for module in regions})
         raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
@@ -54,7 +50,7 @@ def checkpoint_regions(
         raise ValueError(f"a {cls.__name__} is never called; name the class of the modules in it")
     if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
-    if not around and (eager := sum(block._compiled_call_impl is None for block in blocks)):
+    if eager := sum(block in regions and block._compiled_call_impl is None for block in blocks):
         raise ValueError(f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now: compile the model again")
     for block in blocks[::every]:
         call = block._compiled_call_impl or block._call_impl
@@ -87,46 +83,23 @@ class _Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
-        call, block, model = self._call, self._block(), self._model()
+        block, model = self._block(), self._model()
         if self._has_buffers and block is not None and model is not None:
-            call = again = _Again(call, block, model)
-            options["context_fn"] = lambda: (nullcontext(), again)  # of the first run and of the second
-        return checkpoint(call, *args, **options, **kwargs)
-
-
-class _Again(AbstractContextManager[None]):
-    """A call that uses copies of buffers inside this context: the second run must not move running statistics again.
-
-    Each backward of one forward enters it once.
-    """
-
-    def __init__(self, call: Callable[..., Any], block: nn.Module, model: nn.Module) -> None:
-        self._call, self._block, self._model = call, block, model
-        self._buffers: set[Tensor] = set()
-        self._copies: dict[Tensor, Tensor] = {}
-        self._held: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._buffers:
             # Some buffers are in the block; others are passed to it.
-            args, kwargs = pytree.tree_map_only(Tensor, self._copy_of, (args, kwargs))
-        return self._call(*args, **kwargs)
+            own = set(model.buffers())
+            passed = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in own]
+            buffers = {*block.buffers(), *passed}
+            options["context_fn"] = lambda: (nullcontext(), _unmoved(buffers))  # of the first run and of the second
+        return checkpoint(self._call, *args, **options, **kwargs)
 
-    def __enter__(self) -> None:
-        self._buffers = set(self._model.buffers())
-        self._held = [(module._buffers, module._buffers.copy()) for module in self._block.modules()]
-        for buffers, own in self._held:
-            buffers.update({name: each if each is None else self._copy_of(each) for name, each in own.items()})
 
-    def __exit__(self, *error: object) -> None:
-        for buffers, own in self._held:
-            buffers.update(own)
-        self._buffers, self._copies, self._held = set(), {}, []
-
-    def _copy_of(self, tensor: Tensor) -> Tensor:
-        """The copy of a buffer, always the same one; any other tensor as it is."""
-        if tensor not in self._buffers:
-            return tensor
-        if tensor not in self._copies:
-            self._copies[tensor] = tensor.detach().clone()
-        return self._copies[tensor]
+@contextmanager
+def _unmoved(buffers: Collection[Tensor]) -> Iterator[None]:
+    """Put buffers back afterwards: the second run must not move running statistics again."""
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:  # the second run ends in an exception, as soon as all is there that the backward needs
+        for buffer, value in zip(buffers, before, strict=True):
+            # Through .data, for autograd refuses tensors that were written after a forward saved them.
+            buffer.data.copy_(value)

@@ -35,10 +35,10 @@ def parallelize(
     happens is what the mesh's dimensions are named, in this order:
 
     1. Parameters and buffers are copied from the first process of the mesh to all others.
-    2. ``tp``: linear layers are split by torch's ``parallelize_module``. Blocks of an ``LLM`` and of a ``Bert`` have a
-       plan: each process holds some heads and a part of the MLP; embeddings, norms and output products are not split.
-       For inference call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the
-       host needs less time for each call than with DTensors.
+    2. ``tp``: linear layers are split. Of the blocks of an ``LLM`` or a ``Bert`` each process holds some heads and a
+       part of the MLP; embeddings, norms and output products are not split. Other models need ``plan``. For inference
+       call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the host needs
+       less time for each call than with DTensors.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
@@ -71,10 +71,11 @@ def parallelize(
         raise ValueError(f"sharding is {dict(sharding)}, but the mesh has no dp_replicate or dp_shard, only {names}")
     if plan and tensor_parallel is None:
         raise ValueError(f"plan is of tensor parallelism, but the mesh has no tp, only {names}")
+    splits = None
     if tensor_parallel is not None and plan is None:
-        from zoo.training.tensor_parallel import styles_of
+        from zoo.training.tensor_parallel import split_blocks, splits_of
 
-        plan = styles_of(model, tensor_parallel.size(), plain=not shards)
+        splits = splits_of(model, tensor_parallel.size())
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
@@ -86,7 +87,10 @@ def parallelize(
         seed = torch.randint(2**31, (), device=mesh.device_type)
         dist.broadcast(seed, group=tensor_parallel.get_group(), group_src=0)
         torch.manual_seed(int(seed))
-        parallelize_module(model, tensor_parallel, dict(plan or {}))
+        if splits is None:
+            parallelize_module(model, tensor_parallel, dict(plan or {}))
+        else:
+            split_blocks(model, splits, tensor_parallel, plain=not shards)
     if "dp_shard" in names:
         for parameter in model.parameters():
             # FSDP2 takes no weights in channels_last; contiguous() would keep the strides of a 1x1 convolution's.
@@ -165,15 +169,12 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
 
 def _check_mesh(model: nn.Module, mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    right = tuple(name for name in DIMENSIONS if name in names)
-    if not names or names != right:
+    if not names or names != tuple(name for name in DIMENSIONS if name in names):
         raise ValueError(
             f"the mesh's dimensions are {mesh.mesh_dim_names}, expected some of {DIMENSIONS} in this order: "
             "init_device_mesh(device, sizes, mesh_dim_names=...)"
         )
     devices = {parameter.device.type for parameter in model.parameters()}
-    if "meta" in devices:
-        raise ValueError("parameters are on the meta device: parallelize spreads weights that are there")
     if devices != {mesh.device_type}:
         found = ", ".join(sorted(devices)) or "nowhere"
         raise ValueError(f"the parameters are on {found}, the mesh is of {mesh.device_type}: model.to(...) first")
@@ -206,7 +207,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, opti
     from zoo.llm import LLM
 
     for block in blocks:
-        if any(True for _ in block.parameters()):
+        if list(block.parameters()):
             fully_shard(block, mesh=mesh, **options)
     # The root's are needed first in the backward: they stay.
     options.pop("reshard_after_forward", None)

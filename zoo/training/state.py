@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from zoo.files import reading, replacing
 
@@ -26,7 +24,8 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     """Write both files; each replaces the old one when it is complete."""
     from safetensors.torch import save_model
 
-    states = {name: _state_of(name, other) for name, other in others.items()}
+    if stateless := [name for name, other in others.items() if not hasattr(other, "state_dict")]:
+        raise ValueError(f"{stateless[0]} is a {type(others[stateless[0]]).__name__} without state_dict()")
     # Two files cannot be replaced at once: each says which save it is of.
     pair = secrets.token_hex(8)
     random = {"cpu": torch.get_rng_state()}
@@ -36,27 +35,34 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         "format": _FORMAT,
         "pair": pair,
         "steps": step.steps,
-        "seen": step._watch.count,
+        "seen": int(step._watch.count),
         "optimizer": step.optimizer.state_dict(),
         "parameters": _parameters_of(step),
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
         "random": random,
-        "others": states,
+        "others": {name: other.state_dict() for name, other in others.items()},
     }
     with replacing(folder) as new:
         save_model(step.model, str(new / WEIGHTS), metadata={"pair": pair})
         torch.save(rest, new / REST)
+        try:
+            torch.load(new / REST, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            raise ValueError(
+                f"the state of {', '.join(others) or 'the optimizer'} holds {f'{found[1]}, ' if found else ''}more "
+                "than tensors and plain values, and could not be read again: have its state_dict() give tensors, lists "
+                "and numbers"
+            ) from error
 
 
 def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     """Read both files; nothing is changed unless all of it fits."""
-    from safetensors.torch import load_model
-
     for name in (WEIGHTS, REST):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; step.save(folder) writes {WEIGHTS} and {REST}")
     with reading(folder / REST, _REMEDY):
-        rest = torch.load(folder / REST, map_location=_restored_on(step.device), weights_only=True)
+        rest = torch.load(folder / REST, map_location="cpu", weights_only=True)
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
@@ -67,19 +73,22 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     if (rest["scaler"] is None) != (step.scaler is None):
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
-    _check_weights(step.model, folder / WEIGHTS, rest.get("pair"))
+    weights = _weights(step.model, folder / WEIGHTS, rest.get("pair"))
     _check_order(step, rest, folder / REST)
     _load_optimizer(step.optimizer, rest["optimizer"], folder / REST)
-    load_model(step.model, str(folder / WEIGHTS), strict=True, device=str(step.device))
+    with torch.no_grad():
+        for name, tensor in step.model.state_dict().items():
+            if name in weights:
+                tensor.copy_(weights[name])
     if step.scaler is not None:
         step.scaler.load_state_dict(rest["scaler"])
     for name, other in others.items():
         other.load_state_dict(rest["others"][name])
     step.steps = rest["steps"]
     step._watch.begin_at(rest["seen"])
-    torch.set_rng_state(rest["random"]["cpu"].cpu())
+    torch.set_rng_state(rest["random"]["cpu"])
     if step.device.type == "cuda" and "cuda" in rest["random"]:
-        torch.cuda.set_rng_state(rest["random"]["cuda"].cpu(), step.device)
+        torch.cuda.set_rng_state(rest["random"]["cuda"], step.device)
 
 
 def distributed_state(step: Any) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def distributed_state(step: Any) -> dict[str, Any]:
 
     model, optimizer = get_state_dict(step.model, step.optimizer)
     reorder_optimizer(step.model, optimizer["state"], to_file=True)
-    return {"model": model, "optimizer": optimizer, "steps": step.steps, "seen": step._watch.count}
+    return {"model": model, "optimizer": optimizer, "steps": step.steps, "seen": int(step._watch.count)}
 
 
 def load_distributed_state(step: Any, saved: Mapping[str, Any]) -> None:
@@ -104,34 +113,6 @@ def load_distributed_state(step: Any, saved: Mapping[str, Any]) -> None:
     set_state_dict(step.model, step.optimizer, model_state_dict=saved["model"], optim_state_dict=optimizer)
     step.steps = saved["steps"]
     step._watch.begin_at(saved["seen"])
-
-
-def _restored_on(device: torch.device) -> Callable[[Any, str], Any]:
-    """A ``map_location``: tensors go to this device, except those saved from the CPU, such as a generator's state."""
-
-    def restore(storage: Any, location: str) -> Any:
-        return storage if location == "cpu" else torch.serialization.default_restore_location(storage, str(device))
-
-    return restore
-
-
-def _state_of(name: str, other: Any) -> Any:
-    """An object's state; ValueError if ``torch.load(weights_only=True)`` could not read it."""
-    if not hasattr(other, "state_dict"):
-        raise ValueError(f"{name} is a {type(other).__name__} without state_dict()")
-    state = other.state_dict()
-    written = io.BytesIO()
-    torch.save(pytree.tree_map_only(torch.Tensor, lambda _: None, state), written)
-    written.seek(0)
-    try:
-        torch.load(written, weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"the state of {name} holds {f'{found[1]}, ' if found else ''}more than tensors and plain values, and "
-            "could not be read again: have its state_dict() give tensors, lists and numbers"
-        ) from error
-    return state
 
 
 def _parameters_of(step: Any) -> list[tuple[str, int]]:
@@ -175,8 +156,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
         raise ValueError(f"{file} was saved from another optimizer than this {name}: {error}") from error
 
 
-def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
-    """ValueError unless the file holds this model's tensors, shared ones once, and is of the same save as the rest."""
+def _weights(model: nn.Module, file: Path, pair: str | None) -> dict[str, Tensor]:
+    """The file's tensors, shared ones once; ValueError unless they are this model's and of the rest's save."""
     from safetensors import safe_open
 
     with reading(file, _REMEDY), safe_open(str(file), framework="pt") as tensors:
@@ -186,17 +167,17 @@ def _check_weights(model: nn.Module, file: Path, pair: str | None) -> None:
                 "folder, or load the weights alone and make a new optimizer"
             )
         found = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-        saved = {name: (list(tensor.shape), tensor.dtype) for name, tensor in found.items()}
     own = model.state_dict()
-    stored = {own[name].data_ptr() for name in saved if name in own}
-    wrong = [f"{name} {shape} is not in it" for name, (shape, _) in saved.items() if name not in own]
+    stored = {own[name].data_ptr() for name in found if name in own}
+    wrong = [f"{name} is not in it" for name in found if name not in own]
     for name, tensor in own.items():
-        if name in saved:
-            pairs = zip(saved[name], (list(tensor.shape), tensor.dtype), strict=True)
-            wrong += [f"{name} is {was}, not {now}" for was, now in pairs if was != now]
-        elif tensor.data_ptr() not in stored:
+        if name not in found and tensor.data_ptr() not in stored:
             wrong.append(f"{name} is missing")
+        elif name in found and found[name].shape != tensor.shape:
+            wrong.append(f"{name} is {list(found[name].shape)}, not {list(tensor.shape)}")
+        elif name in found and found[name].dtype != tensor.dtype:
+            wrong.append(f"{name} is {found[name].dtype}, not {tensor.dtype}")
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"{file} was saved from another model than this {type(model).__name__}: "
-                         f"{'; '.join(wrong[:3])}{more}")  # fmt: skip
+        name = type(model).__name__
+        raise ValueError(f"{file} was saved from another model than this {name}: {'; '.join(wrong[:3])}")
+    return found

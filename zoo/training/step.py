@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +23,7 @@ from zoo.engine.captured import check_leaves, describe, is_captured, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
-from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined, wants_closure
+from zoo.training.fused import AdamW
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -100,12 +99,18 @@ class TrainingStep:
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
         # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
-        self._skips = can_skip(optimizer)
+        self._skips = _can_skip(optimizer)
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
-        self._captures, self._must_capture = self._decide(cuda_graph), cuda_graph is True
-        # Keyed by the batches' structure: the last update of an epoch may have fewer of them.
+        self._captures = cuda_graph is True or (cuda_graph is None and self.device.type != "cpu")
+        self._must_capture = cuda_graph is True
+        if self._captures and (obstacles := self._obstacles()):
+            if cuda_graph:
+                raise ValueError(f"the step cannot be captured: {obstacles}")
+            self._captures = False
+            _warn_uncaptured(obstacles)
+        # Keyed by the batches' structure and shapes, as all that follows.
         self._graphed: dict[Any, GraphedStep] = {}
         self._options: FrozenOptions | None = None
         self._seen: dict[Any, int] = {}
@@ -114,16 +119,6 @@ class TrainingStep:
         begin_anew = weakref.WeakMethod(self._begin_anew)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
         weakref.finalize(self, hook.remove)
-
-    def _decide(self, wanted: bool | None) -> bool:
-        if wanted is False or (wanted is None and self.device.type == "cpu"):
-            return False
-        obstacles = self._obstacles()
-        if obstacles and wanted:
-            raise ValueError(f"the step cannot be captured: {obstacles}")
-        if obstacles:
-            self._warn_uncaptured(obstacles, callers=3)
-        return not obstacles
 
     def _obstacles(self) -> str:
         # On a CPU nothing is baked in.
@@ -165,10 +160,9 @@ class TrainingStep:
 
     def release(self) -> None:
         """Free captured CUDA graphs; a shape is captured again when it comes up."""
-        self._graphed.clear()
         self._options = None
-        self._seen.clear()
-        self._uncaptured.clear()
+        for captured in (self._graphed, self._seen, self._uncaptured):
+            captured.clear()
 
     def save(self, folder: str | Path, **others: Any) -> None:
         """Write weights, optimizer, random and other states to ``model.safetensors`` and ``training.pt`` in a folder.
@@ -212,47 +206,44 @@ class TrainingStep:
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
         """Replay this shape; run it, or capture it first, if it is new."""
         leaves, structure = pytree.tree_flatten(batches)
-        if (why := _why_not_copied(leaves)) is not None:
-            self._refuse_if_forced(why)
-            if why not in self._uncaptured:
-                self._uncaptured.add(why)
-                self._warn_uncaptured(why, callers=3)
+        try:
+            check_leaves(leaves)
+        except (TypeError, ValueError) as error:
+            bad = f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
+            self._refuse_if_forced(bad)
+            self._note_uncaptured(bad, bad)
             return self._run(*batches)
-        shapes, graphed = shapes_of(leaves), self._graphed.get(structure)
-        if graphed is not None and shapes in graphed:
+        kind = structure, shapes_of(leaves)
+        if kind in self._graphed:
             assert self._options is not None
             self._options.check()
-            return graphed(*batches)
-        kind = structure, shapes
+            return self._graphed[kind](*batches)
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= self._warmup or not self._updated:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
-        if kind not in self._uncaptured and (why := self._capture(batches, structure)) is not None:
-            self._uncaptured.add(kind)
-            self._warn_uncaptured(f"{describe(leaves)}: {why}", callers=3)
-        return self._run(*batches) if kind in self._uncaptured else self._graphed[structure](*batches)
+        if kind not in self._uncaptured and (why := self._capture(batches, kind)) is not None:
+            self._note_uncaptured(kind, f"{describe(leaves)}: {why}")
+        return self._graphed.get(kind, self._run)(*batches)
 
-    def _capture(self, batches: tuple[Any, ...], structure: Any) -> str | None:
+    def _capture(self, batches: tuple[Any, ...], kind: Any) -> str | None:
         """Capture a shape, or say why it cannot be."""
         # A state that was loaded since the last check may have brought another learning rate.
         if self._options is None and (obstacles := self._obstacles()):
             self._refuse_if_forced(obstacles)
             return obstacles
-        if len(self.captured) >= self._most_graphs:
+        if len(self._graphed) >= self._most_graphs:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
+        pool = next((graphed.pool for graphed in self._graphed.values()), None)
         try:
-            if structure in self._graphed:
-                self._graphed[structure].add_bucket(batches, warmup=0)
-            else:
-                pool = next((graphed.pool for graphed in self._graphed.values()), None)
-                options: dict[str, Any] = {"clone_outputs": True, "static": (), "warmup": 0, "pool": pool}
-                self._graphed[structure] = GraphedStep(self._run, [(batches, {})], **options)
-                self._options = self._options or FrozenOptions(self.optimizer)
+            self._graphed[kind] = GraphedStep(
+                self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
+            )
         except CaptureError as error:
             if self._must_capture:
                 raise
             return str(error)
+        self._options = self._options or FrozenOptions(self.optimizer)
         return None
 
     def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
@@ -273,15 +264,17 @@ class TrainingStep:
             self._refuse_if_forced(why)
             self._captures = False
             self.release()
-            self._warn_uncaptured(why, callers=4)
+            _warn_uncaptured(why)
         return loss
 
     def _refuse_if_forced(self, why: str) -> None:
         if self._must_capture:
             raise CaptureError(f"the step cannot be captured: {why}")
 
-    def _warn_uncaptured(self, why: str, *, callers: int) -> None:
-        warnings.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning, stacklevel=1 + callers)
+    def _note_uncaptured(self, key: Any, why: str) -> None:
+        if key not in self._uncaptured:
+            self._uncaptured.add(key)
+            _warn_uncaptured(why)
 
     def _run(self, *batches: Any) -> Tensor:
         """The whole step, which a capture records."""
@@ -327,14 +320,13 @@ class TrainingStep:
         if not self._skips or not self._updated:
             # Also at the first update, which compiles, so that waiting costs nothing.
             self._watch.check()
-        # A capture must not set state up: each replay would do it again.
-        defined = is_captured(self.device) or starts_defined(self.optimizer) or self._updated
         if self.scaler is not None:
-            before = None if defined else self.scaler.get_scale()
+            first = not (is_captured(self.device) or self._updated or self.optimizer.state)
+            before = self.scaler.get_scale() if first else 0.0
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            if before is not None and self.scaler.get_scale() < before:
-                self.optimizer.state.clear()  # the update was skipped: the next one is the first
+            if first and self.scaler.get_scale() < before:
+                self.optimizer.state.clear()  # the update was skipped, and may have left a momentum without values
                 return
         elif self._skips:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, self._watch.skip  # type: ignore[attr-defined]
@@ -357,15 +349,10 @@ def _check_options(
 ) -> None:
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
-    given = [param for group in optimizer.param_groups for param in group["params"] if param in own]
-    if not given:
+    given = [param for group in optimizer.param_groups for param in group["params"]]
+    if own.isdisjoint(given):
         raise ValueError(f"{name} has none of the {len(own)} parameters of this {cls}: make it of model.parameters()")
-    if not any(param.requires_grad for param in given):
-        which = f"none of the {len(given)} parameters that {name} has of this {cls}"
-        raise ValueError(f"{which} requires a gradient: call model.requires_grad_(True)")
-    if wants_closure(optimizer):
-        raise ValueError(f"{name}.step() needs a closure, but a step runs the loss once: take another optimizer")
-    spread = [param for group in optimizer.param_groups for param in group["params"]] if groups_of(model) else []
+    spread = given if groups_of(model) else []
     if stale := sum(param not in own for param in spread):
         raise ValueError(f"{stale} of {name}'s parameters are not of this {cls}: make it after parallelize")
     kinds = {getattr(param, "device_mesh", None) for param in spread}
@@ -385,10 +372,8 @@ def _check_options(
 
 def _refuse_several_processes(groups: Sequence[Any]) -> None:
     if groups:
-        raise ValueError(
-            "the model is spread over several processes: torch.distributed.checkpoint.save({'step': step}, "
-            "checkpoint_id=folder), and load, on all of them"
-        )
+        call = "torch.distributed.checkpoint.save({'step': step}, checkpoint_id=folder)"
+        raise ValueError(f"the model is spread over several processes: {call}, and load, on all of them")
 
 
 def _check_training(model: nn.Module) -> None:
@@ -396,13 +381,8 @@ def _check_training(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
 
 
-def _why_not_copied(leaves: list[Any]) -> str | None:
-    """Why a batch cannot be copied into a CUDA graph's inputs, or None."""
-    try:
-        check_leaves(leaves)
-    except (TypeError, ValueError) as error:
-        return f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
-    return None
+def _warn_uncaptured(why: str) -> None:
+    validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
 
 def _check_loss(loss: Any) -> None:
@@ -413,20 +393,23 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
 
     The loss is not examined: a step that waits for the device is noticed when it runs.
     """
     devices = {parameter.device for parameter in model.parameters()}
-    found = ", ".join(sorted(map(str, devices))) or "no device"
-    if {device.type for device in devices} != {"cuda"}:
-        return [f"the parameters are on {found}; CUDA graphs need a GPU: model.to('cuda')"]
-    if len(devices) > 1:
-        return [f"the parameters are on {found}; a CUDA graph runs on one device"]
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
     name = type(optimizer).__name__
     obstacles = []
-    if not can_skip(optimizer):
+    if not _can_skip(optimizer):
         can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
         remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")
@@ -456,7 +439,7 @@ class FiniteWatch:
 
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
         self._goes_on = goes_on
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps seen
         self._first = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self.skip = torch.zeros((), device=device)
@@ -464,34 +447,54 @@ class FiniteWatch:
     @torch.no_grad()
     def see(self, loss: Tensor, norm: Tensor | None) -> None:
         """Count a step and judge its loss and, if it is there, its gradients' norm."""
-        self._count += 1
+        self.count += 1
         bad = ~torch.isfinite(loss)
-        if norm is not None:
-            bad = bad | ~torch.isfinite(norm)
+        bad = bad if norm is None else bad | ~torch.isfinite(norm)
         first = bad & (self._first < 0)
-        self._first.copy_(torch.where(first, self._count, self._first))
+        self._first.copy_(torch.where(first, self.count, self._first))
         self._loss.copy_(torch.where(first, loss.to(self._loss.dtype), self._loss))
         self.skip.copy_((self._first >= 0).to(self.skip.dtype))
 
     def check(self) -> None:
         """Wait for the device and raise NonFiniteError for the first bad step, once: later steps then train again."""
-        step = int(self._first)
-        if step < 0:
-            return
-        error = NonFiniteError(step, float(self._loss), self._goes_on)
-        self._forget()
-        raise error
+        if (step := int(self._first)) >= 0:
+            self._forget()
+            raise NonFiniteError(step, float(self._loss), self._goes_on)
 
     def begin_at(self, count: int) -> None:
         """Continue after so many steps; none of them is reported."""
-        self._count.fill_(count)
+        self.count.fill_(count)
         self._forget()
 
     def _forget(self) -> None:
         self._first.fill_(-1)
         self.skip.zero_()
 
-    @property
-    def count(self) -> int:
-        """Steps seen. Waits for the device."""
-        return int(self._count)
+
+class FrozenOptions:
+    """An optimizer's options at the capture: the CUDA graph would not notice a change."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._seen, self._learning = self._options(), self._which_learn()
+
+    def check(self) -> None:
+        """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
+        options = self._options()
+        for place, value in (self._seen | options).items():
+            was, value = self._seen.get(place), options.get(place)
+            if value is not was and (isinstance(value, Tensor) or value != was):
+                raise RuntimeError(
+                    f"{place[1]} of parameter group {place[0]} was {was} when the step was captured and is {value} "
+                    "now: write into a tensor (group['lr'].fill_(...)), give a schedule cycle_momentum=False, or call "
+                    "step.release() to capture again"
+                )
+        if self._which_learn() != self._learning:
+            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
+
+    def _which_learn(self) -> list[bool]:
+        return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _options(self) -> dict[tuple[int, str], object]:
+        groups, others = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")
+        return {(at, name): value for at, group in groups for name, value in group.items() if name not in others}

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from zoo.bert import BertLayer
 from zoo.llm import LLM, LLMLayer
@@ -24,70 +23,72 @@ from zoo.ops.norms import rms_norm
 from zoo.training.parallel import to_local
 
 
-def styles_of(model: nn.Module, ways: int, *, plain: bool) -> dict[str, ParallelStyle]:
-    """A plan of ``parallelize_module`` for the blocks of an ``LLM`` or a ``Bert``.
+class BlockSplit(NamedTuple):
+    """A block, and which of its linear layers are split."""
 
-    With ``plain``, which FSDP2 does not take, weights that do not learn are plain tensors.
+    block: nn.Module
+    columns: dict[str, tuple[int, ...]]  # column-parallel layers, and the numbers of rows that are split each
+    rows: tuple[str, str]  # row-parallel layers
+
+
+def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
+    """How the blocks of an ``LLM`` or a ``Bert`` are split.
 
     Raises:
         ValueError: If the model has no such block, or a number of heads cannot be split in so many ways.
     """
-    styles: dict[str, ParallelStyle] = {}
-    shared: dict[Any, Tensor] = {}
+    splits: list[BlockSplit] = []
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
             width, inner = block.head_dim, block.gate_up_proj.out_features // 2
             sizes = {"heads": block.heads, "key_heads": block.key_heads, "intermediate_size": inner}
             q, k = block.heads * width, block.key_heads * width
-            columns = {"qkv_proj": (q, k, k), "gate_up_proj": (inner, inner)}
-            rows = ("o_proj", "down_proj")
+            columns: dict[str, tuple[int, ...]] = {"qkv_proj": (q, k, k), "gate_up_proj": (inner, inner)}
+            splits.append(BlockSplit(block, columns, ("o_proj", "down_proj")))
         elif type(block) is BertLayer:
             width, inner = block.attention_output.in_features, block.intermediate.out_features
             sizes = {"heads": block.heads, "intermediate_size": inner}
             columns = {"qkv": (width, width, width), "intermediate": (inner,)}
-            rows = ("attention_output", "output")
+            splits.append(BlockSplit(block, columns, ("attention_output", "output")))
         else:
             continue
         for what, size in sizes.items():
             if size % ways:
                 raise ValueError(f"{name} has {what} {size}, which tp={ways} does not divide: take a divisor of {size}")
-        styles[name] = _Heads()
-        styles.update({f"{name}.{layer}": _Split(0, parts, plain=plain) for layer, parts in columns.items()})
-        styles.update({f"{name}.{layer}": _Split(1, plain=plain, shared=shared) for layer in rows})
-        norms = [norm for norm in ("q_norm", "k_norm") if getattr(block, norm, None) is not None]
-        styles.update({f"{name}.{norm}": _HeadNorm() for norm in norms if getattr(block, norm).weight.requires_grad})
-    if not styles:
+    if not splits:
         raise ValueError(
             f"there is no tensor-parallel plan for {type(model).__name__}, only for LLM and Bert: give plan=, as "
             "parallelize_module takes it, or name the mesh's dimension dp_shard"
         )
-    if isinstance(model, LLM):
-        styles[""] = _LocalConfig()
-    return styles
+    return splits
 
 
-class _Heads(ParallelStyle):
-    """A block counts the heads of this process."""
+def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMesh, *, plain: bool) -> None:
+    """Split the blocks over a mesh in place; with ``plain``, which FSDP2 does not take, what does not learn is tensors.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    A parameter is a DTensor, which optimizers, FSDP2 and checkpoints know. A plain one costs the host less in every
+    call; only a state dict has it as a DTensor.
+    """
+    ways = mesh.size()
+    shared: dict[Any, Tensor] = {}
+    for block, columns, rows in splits:
         for name in ("heads", "key_heads"):
-            if hasattr(module, name):
-                setattr(module, name, getattr(module, name) // device_mesh.size())
-        return module
-
-
-class _LocalConfig(ParallelStyle):
-    """The configuration has the heads of this process, for which caches are made."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        config: Any = module.config
-        ways = device_mesh.size()
-        module.config = dataclasses.replace(
-            config,
-            num_attention_heads=config.num_attention_heads // ways,
-            num_key_value_heads=config.num_key_value_heads // ways,
-        )
-        return module
+            if hasattr(block, name):
+                setattr(block, name, getattr(block, name) // ways)
+        for name, parts in columns.items():
+            _split(block.get_submodule(name), 0, mesh, plain=plain, order=_order(parts, ways))
+        for layer in map(block.get_submodule, rows):
+            _split(layer, 1, mesh, plain=plain, order=None)
+            layer.is_first = mesh.get_local_rank() == 0  # type: ignore[assignment]
+            layer.shared = _shared_memory(layer.weight, mesh, shared)  # type: ignore[assignment]
+        for norm in (getattr(block, "q_norm", None), getattr(block, "k_norm", None)):
+            if norm is not None and norm.weight.requires_grad:
+                _turn_into(HeadNorm, norm, mesh)
+    if isinstance(model, LLM):
+        # Caches are made for the heads of this process.
+        config = model.config
+        heads, key_heads = config.num_attention_heads // ways, config.num_key_value_heads // ways
+        model.config = dataclasses.replace(config, num_attention_heads=heads, num_key_value_heads=key_heads)
 
 
 class ColumnLinear(nn.Linear):
@@ -143,51 +144,29 @@ def _alike(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-class _HeadNorm(ParallelStyle):
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _turn_into(HeadNorm, module, device_mesh)
+def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, plain: bool, order: Tensor | None) -> None:
+    """Split a linear layer's weight along a dimension; its bias too along the first, or the bias is whole.
 
-
-class _Split(ParallelStyle):
-    """A linear layer whose weight is split along a dimension; a bias too along the first, or it is whole.
-
-    A shard must be consecutive. Where rows are several ``parts`` one after the other, each of which is split, they are
-    put in the order of processes: all parts of the first, all of the second ... A state dict has them as they were, in
-    which order any number of processes reads it.
-
-    A parameter is a DTensor, which optimizers, FSDP2 and checkpoints know. With ``plain`` one that does not learn is a
-    tensor, which costs the host less in every call; only a state dict has it as a DTensor.
+    A shard must be consecutive: rows are put in ``order`` before. A state dict has them as they were, in which order
+    any number of processes reads it.
     """
-
-    def __init__(
-        self, dim: int, parts: Sequence[int] = (), *, plain: bool, shared: dict[Any, Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self._dim, self._parts, self._plain, self._shared = dim, parts, plain, shared
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        order = module.row_order = _order(self._parts, device_mesh.size()) if self._parts else None  # type: ignore[assignment]
-        placements = {"weight": Shard(self._dim), "bias": Replicate() if self._dim else Shard(0)}
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            learns, whole = parameter.requires_grad, parameter.detach()
-            whole = whole if order is None else reorder(whole, order)
-            part: Any = distribute_tensor(whole, device_mesh, [placements[name]], src_data_rank=None)
-            if self._plain and not learns:
-                part = part.to_local().clone()  # or it would be a view, and the whole stay in memory
-            module.register_parameter(name, nn.Parameter(part, requires_grad=learns))
-        module.placements = placements  # type: ignore[assignment]
-        module.register_state_dict_post_hook(_to_file)
-        module.register_load_state_dict_pre_hook(_from_file)
-        if self._shared is not None:
-            module.is_first = device_mesh.get_local_rank() == 0  # type: ignore[assignment]
-            module.shared = _shared_memory(module.weight, device_mesh, self._shared)  # type: ignore[assignment]
-        return _turn_into(RowLinear if self._dim else ColumnLinear, module, device_mesh)
+    placements = {"weight": Shard(dim), "bias": Replicate() if dim else Shard(0)}
+    layer.row_order, layer.placements = order, placements  # type: ignore[assignment]
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        learns = parameter.requires_grad
+        whole = parameter.detach() if order is None else reorder(parameter.detach(), order)
+        part: Any = distribute_tensor(whole, mesh, [placements[name]], src_data_rank=None)
+        if plain and not learns:
+            part = part.to_local().clone()  # or it would be a view, and the whole stay in memory
+        layer.register_parameter(name, nn.Parameter(part, requires_grad=learns))
+    layer.register_state_dict_post_hook(_to_file)
+    layer.register_load_state_dict_pre_hook(_from_file)
+    _turn_into(RowLinear if dim else ColumnLinear, layer, mesh)
 
 
-def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> None:
     module.__class__ = cls
     module.split_over, module.group = mesh, mesh.get_group().group_name  # type: ignore[assignment]
-    return module
 
 
 # Rows that are summed in one kernel.
@@ -209,7 +188,7 @@ def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Tensor]) -> Te
 
 
 def _order(parts: Sequence[int], ways: int) -> Tensor:
-    """Rows in the order of processes, as indices into parts that follow each other."""
+    """Rows in the order of processes: all parts of the first, all of the second ..., as indices into the parts."""
     rows = torch.arange(sum(parts)).split(tuple(parts))
     return torch.cat([part.chunk(ways)[process] for process in range(ways) for part in rows])
 

@@ -1,10 +1,11 @@
-"""Chunked cross entropy over a large vocabulary: all logits are never in memory.
+"""A loss and an optimizer with kernels of their own: chunked cross entropy, and an AdamW at the memory's bandwidth.
 
 Shapes: N rows (tokens), n rows of a chunk, C width, V classes (the vocabulary).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.region import Region
-from zoo.ops.training import IGNORED, cross_entropy_rows, scale_
+from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, scale_
+from zoo.training.parallel import to_local
 
 
 class CrossEntropyRows(nn.Module):
@@ -78,9 +80,8 @@ class _Chunked(torch.autograd.Function):
         later = x.dtype == torch.float16
         scale = torch.ones_like(share) if later else share
         losses: list[Tensor] = []
-        wants_x, wants_weight = ctx.needs_input_grad[:2]
-        grad_x = torch.empty_like(x) if wants_x else None
-        grad_weight = torch.empty_like(weight) if wants_weight else None
+        grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(x.device.type, enabled=False):
             for start, known, part_labels in _chunks(labels, chunk):
                 some, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
@@ -114,13 +115,11 @@ def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
 
     All are of one size, for which rows are compiled: the last one overlaps.
     """
-    rows = len(labels)
-    size = min(size, rows)
+    rows, size = len(labels), min(size, len(labels))
     found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
-    if left := rows % size if size else 0:
-        last = labels[rows - size :]
+    if left := rows % size:
         known = torch.arange(size, device=labels.device) < size - left
-        found.append((rows - size, size - left, torch.where(known, IGNORED, last)))
+        found.append((rows - size, size - left, torch.where(known, IGNORED, labels[rows - size :])))
     return found
 
 
@@ -137,3 +136,61 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError("there are no rows: the mean of nothing is no loss")
     hint = f", or {IGNORED} for a row without a loss"
     validate.in_range("labels", labels, len(weight), "the number of classes", hint, ignored=IGNORED)
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
+
+    Options, state and results are torch's, but for rounding, and states of either load into the other. A launch takes
+    parameters of half a million numbers or more together; torch's kernel updates all others, those of groups with
+    ``amsgrad``, and all where Triton does not run. Nothing waits for the device; for a CUDA graph, ``capturable=True``
+    and ``lr`` a tensor on the device, as with torch's. ValueError if ``fused`` is False or ``foreach`` True,
+    RuntimeError if ``differentiable`` is True.
+    """
+
+    # GradScaler and TrainingStep set a flag on the device, for which it skips the update.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, *args: Any, foreach: bool | None = None,
+        fused: bool | None = True, **options: Any,
+    ) -> None:  # fmt: skip
+        _refuse_other_than_fused(foreach, fused)
+        super().__init__(params, lr, *args, fused=True, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
+        _refuse_other_than_fused(param_group.get("foreach"), param_group.get("fused"))
+        super().add_param_group({**param_group, "fused": True, "foreach": None})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A state may have been saved by an optimizer that was not fused and counted on the host.
+        for group in self.param_groups:
+            group["fused"], group["foreach"] = True, None
+            for param in group["params"]:
+                held = self.state.get(param, {})
+                if "step" in held:
+                    held["step"] = held["step"].to(param.device, torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient; return the result of ``closure``, which computes the loss."""
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            tensors: list[list[Tensor]] = [[] for _ in range(6)]
+            has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+            # Each number is updated alone, so each process updates those that it holds.
+            tensors = [[to_local(each) for each in held] for held in tensors]
+            scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            adamw(group, tensors, scale, skip, has_complex=has_complex)
+        return loss
+
+
+def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
+    if foreach or fused is False:
+        raise ValueError(f"foreach is {foreach} and fused {fused}: this AdamW is fused; see torch.optim.AdamW")
