@@ -14,8 +14,8 @@ import zoo
 from tests.blocks import Doubled
 from zoo.engine.step_buffers import branch
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
-from zoo.unet.blocks import sinusoids
-from zoo.unet.config import PRESETS
+from zoo.unet.blocks import PRESETS
+from zoo.unet.model import sinusoids
 
 
 def make(name: str, **changes: Any) -> UNet:
@@ -71,15 +71,13 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
 # --- channels_last ---
 
 
-@pytest.mark.parametrize("freq_shift", [0, 1])
-@pytest.mark.parametrize("cosines_first", [False, True])
-def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_shift: int) -> None:
+def test_sines_of_timesteps_are_diffusers_to_the_bit() -> None:
     from diffusers.models.embeddings import get_timestep_embedding
 
     timesteps = torch.tensor([0, 1, 803, 999])
     for width in (6, 7, 320):
-        expected = get_timestep_embedding(timesteps, width, cosines_first, freq_shift)
-        assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
+        expected = get_timestep_embedding(timesteps, width, flip_sin_to_cos=True, downscale_freq_shift=0)
+        assert torch.equal(sinusoids(timesteps, width), expected)
 
 
 # --- what is refused ---
@@ -93,19 +91,19 @@ def test_a_replaced_product_is_called(name: str) -> None:
     plain = getattr(block, name)
     heard: list[int] = []
     with torch.inference_mode():
-        before = block(x.clone(), key, None, None)
+        before = block(x.clone(), key, None)
         handle = plain.register_forward_hook(lambda *_: heard.append(1))
-        torch.testing.assert_close(block(x.clone(), key, None, None), before)
+        torch.testing.assert_close(block(x.clone(), key, None), before)
         assert heard == [1]
         handle.remove()
         adapted = Doubled(plain.in_features, plain.out_features, plain.bias is not None)
         adapted.load_state_dict(plain.state_dict())
         setattr(block, name, adapted)
-        found = block(x.clone(), key, None, None)
+        found = block(x.clone(), key, None)
         twice = nn.Linear(plain.in_features, plain.out_features, plain.bias is not None)
         twice.load_state_dict({key: 2 * value for key, value in plain.state_dict().items()})
         setattr(block, name, twice)
-        torch.testing.assert_close(found, block(x.clone(), key, None, None))
+        torch.testing.assert_close(found, block(x.clone(), key, None))
         assert not torch.allclose(found, before)
 
 
