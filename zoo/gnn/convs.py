@@ -1,12 +1,12 @@
 """The three convolutions, to build with or inside the layers of model.py, and the normalisations between them.
 
 Each takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw ``edge_index``,
-which it prepares and remembers. Arguments are torch-geometric's.
+which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources and D
+destinations, which are the first of the sources, features are of the sources and outputs of the destinations.
 
-Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
+Shape legend: N nodes, E edges, C channels, H heads.
 """
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -22,7 +22,6 @@ from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neigh
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
-Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
 VECTOR = 8  # values of half precision in 16 bytes
 MANY_NODES = 2**16  # from here on padding the weights pays off
 
@@ -41,23 +40,17 @@ class _Conv(nn.Module):
         """A parameter whose dtype and device the features must have."""
         return next(self.parameters())
 
-    def _tensors(
-        self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
-    ) -> GraphTensors:
-        """Prepare a graph; each of sources and destinations comes with the layer that takes its features."""
+    def _tensors(self, graph: Graph, edge_weight: Tensor | None, x: Tensor, linear: nn.Linear) -> GraphTensors:
+        """Prepare a graph for features x, which go through a linear layer."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
-        for x, linear in features:
-            if linear is not None:
-                validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
-            elif not isinstance(x, Tensor):
-                raise TypeError(f"x of the destinations is a {type(x).__name__}, expected a tensor: torch.empty(D, 0)")
-        prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
-        counts = prepared.num_sources, prepared.num_destinations
-        for (x, _), count in zip(features, counts, strict=False):
-            check_nodes(x, count, prepared.device)
+        validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
+        prepared = self._memory.prepare(graph, edge_weight, x, self.recipe)
+        check_nodes(x, prepared.num_sources, prepared.device)
+        if prepared.num_destinations > x.shape[0]:
+            raise ValueError(f"the graph has {prepared.num_destinations} destinations, which must be among its sources")
         return prepared.tensors
 
 
@@ -65,19 +58,18 @@ class GCNConv(_Conv):
     """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
     Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
-    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
-    with edge weights alone.
+    neighbours are summed first, and the backward need not walk the edges.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
-        normalize: bool = True, bias: bool = True, input_layer: bool = False,
+        self, in_channels: int, out_channels: int, *, add_self_loops: bool | None = None, normalize: bool = True,
+        bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         add_self_loops = normalize if add_self_loops is None else add_self_loops
         if add_self_loops and not normalize:
             raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
-        self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize, improved=improved and add_self_loops)
+        self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize)
         # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
@@ -91,8 +83,8 @@ class GCNConv(_Conv):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
-        graph = self._tensors(graph, edge_weight, (x, self.lin))
+        """Features [N, C_in] -> [N, C_out]."""
+        graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
             return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
         table = _product(x, self.lin.weight)
@@ -102,30 +94,27 @@ class GCNConv(_Conv):
 class SAGEConv(_Conv):
     """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
-    ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
-    is as for ``GCNConv``.
+    ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer`` is as for ``GCNConv``.
     """
 
     def __init__(
-        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        self, in_channels: int, out_channels: int, *, aggr: str = "mean", normalize: bool = False,
         root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
-        sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr = aggr
         self.normalize = normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
-        self.aggregate_first = (
-            aggr == "max" or sources < out_channels or (input_layer and sources == out_channels and not project)
-        )
+        widens = in_channels < out_channels or (input_layer and in_channels == out_channels and not project)
+        self.aggregate_first = aggr == "max" or widens
         # One product serves neighbours and the node itself.
-        self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
-        self.lin = nn.Linear(sources, sources) if project else None
-        self.lin_l = nn.Linear(sources, out_channels, bias=bias)
-        self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
+        self.in_one = root_weight and not project and aggr != "max"
+        self.lin = nn.Linear(in_channels, in_channels) if project else None
+        self.lin_l = nn.Linear(in_channels, out_channels, bias=bias)
+        self.lin_r = nn.Linear(in_channels, out_channels, bias=False) if root_weight else None
 
     def reset_parameters(self) -> None:
         """The initialisation of ``nn.Linear`` for all of them."""
@@ -133,20 +122,19 @@ class SAGEConv(_Conv):
             if linear is not None:
                 linear.reset_parameters()
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out] on a rectangular graph."""
-        sources, root = x if isinstance(x, tuple) else (x, x)
-        graph = self._tensors(graph, edge_weight, (sources, self.lin_l), (root, self.lin_r))
-        fewer = graph.rowptr.shape[0] <= root.shape[0]
-        if not self.in_one or not isinstance(x, Tensor):
-            out = self._two_products(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
+    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, C_out]."""
+        graph = self._tensors(graph, edge_weight, x, self.lin_l)
+        fewer = graph.rowptr.shape[0] <= x.shape[0]
+        if not self.in_one:
+            out = self._two_products(x, x[: graph.rowptr.shape[0] - 1] if fewer else x, graph)
             out = _add(out, self.lin_l.bias)
         elif self.aggregate_first or fewer:
             # With fewer rows than the features have, a product before the sum would compute all of them.
-            both = self._aggregate(sources, graph, own="concat")
+            both = self._aggregate(x, graph, own="concat")
             out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
         else:
-            table, width = _product(sources, *self._weights), self.lin_l.out_features
+            table, width = _product(x, *self._weights), self.lin_l.out_features
             out = self._aggregate(table, graph, own="add", bias=self.lin_l.bias, channels=width)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
@@ -184,14 +172,12 @@ class GATConv(_Conv):
     """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
     ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
-    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
-    left out with probability ``dropout``.
+    In training a neighbour is left out with probability ``dropout``.
     """
 
     def __init__(
-        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
-        negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
-        residual: bool = False,
+        self, in_channels: int, out_channels: int, *, heads: int = 1, concat: bool = True, negative_slope: float = 0.2,
+        dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True, residual: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         validate.count("heads", heads)
@@ -201,25 +187,17 @@ class GATConv(_Conv):
         self.concat = concat
         self.negative_slope = negative_slope
         self.dropout = dropout
-        self.lin: nn.Linear | None = None
-        self.lin_src: nn.Linear | None = None
-        self.lin_dst: nn.Linear | None = None
-        if isinstance(in_channels, int):
-            self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
-        else:
-            self.lin_src = nn.Linear(in_channels[0], heads * out_channels, bias=False)
-            self.lin_dst = nn.Linear(in_channels[1], heads * out_channels, bias=False)
+        self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
-        own = in_channels if isinstance(in_channels, int) else in_channels[1]
-        self.res = nn.Linear(own, total, bias=False) if residual else None
+        self.res = nn.Linear(in_channels, total, bias=False) if residual else None
         self.bias = nn.Parameter(torch.empty(total)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Glorot for weights and attention vectors, zero for the bias."""
-        for linear in (self.lin, self.lin_src, self.lin_dst, self.res):
+        for linear in (self.lin, self.res):
             if linear is not None:
                 nn.init.xavier_uniform_(linear.weight)
         for vector in (self.att_src, self.att_dst):
@@ -228,31 +206,18 @@ class GATConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
-        sources, own = x if isinstance(x, tuple) else (x, x)
-        of_sources, of_own = self._linears
-        graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
+    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]."""
+        graph = self._tensors(graph, edge_weight, x, self.lin)
         # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
         # from torch-geometric's by 1e-4, with the same error.
-        weight, a_destination = of_sources.weight, None
-        if isinstance(x, Tensor) and of_own is of_sources:
-            table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
-        else:
-            table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
-            a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
+        weight, heads = self.lin.weight, self.att_src.shape[1]
+        table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
         dropout = self.dropout if self.training else 0.0
-        heads = self.att_src.shape[1]
-        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
-        return _add(out if self.res is None else out + self.res(own), self.bias)
-
-    @property
-    def _linears(self) -> tuple[nn.Linear, nn.Linear]:
-        """The linear layers of sources and of destinations."""
-        if self.lin is not None:
-            return self.lin, self.lin
-        assert self.lin_src is not None and self.lin_dst is not None
-        return self.lin_src, self.lin_dst
+        out = attention(table, None, heads, graph, self.negative_slope, dropout, average=not self.concat)
+        if self.res is not None:
+            out = out + self.res(x if out.shape[0] == x.shape[0] else x[: out.shape[0]])
+        return _add(out, self.bias)
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
@@ -305,10 +270,8 @@ class GraphBatchNorm(nn.BatchNorm1d):
         return self._over_first(x, rows) if rows is not None and self.over_nodes else super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        values, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
-        rows = rows.to(values.dtype)
-        mean = torch.where(is_node, values, 0).sum(dim=0) / rows
-        variance = torch.where(is_node, values - mean, 0).square().sum(dim=0) / rows
+        values, rows = x.to(accumulation_dtype(x.dtype)), rows.to(accumulation_dtype(x.dtype))
+        mean, variance = _moments(values, rows, (0,))
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
             with torch.no_grad():
@@ -350,16 +313,18 @@ class GraphLayerNorm(nn.Module):
         return x if self.weight is None else x * self.weight + self.bias
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        values, is_node, count = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows), rows * x.shape[1]
-        values = values - torch.where(is_node, values, 0).sum() / count
-        variance = torch.where(is_node, values, 0).square().sum() / count
+        values = x.to(accumulation_dtype(x.dtype))
+        mean, variance = _moments(values, rows, (0, 1))
         deviation = variance.clamp(min=torch.finfo(values.dtype).tiny).sqrt()  # the root of zero has no derivative
-        return (values / (deviation + self.eps)).to(x.dtype)
+        return ((values - mean) / (deviation + self.eps)).to(x.dtype)
 
 
-def _is_node(x: Tensor, rows: Tensor) -> Tensor:
-    """[N, 1], True for the first ``rows`` rows; the others are padding."""
-    return (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
+def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and variance over some dimensions of x [N, C], of the first ``rows`` rows; the others are padding."""
+    is_node = (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
+    count = rows * (x.shape[1] if 1 in dims else 1)
+    mean = torch.where(is_node, x, 0).sum(dims) / count
+    return mean, torch.where(is_node, x - mean, 0).square().sum(dims) / count
 
 
 # By the names that torch-geometric gives them.
@@ -387,8 +352,7 @@ def _make(kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, o
         return nn.Identity()
     if name not in classes:
         raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
-    known = inspect.signature(classes[name]).parameters
-    wrong = ", ".join(key for key in options if key not in known)
-    if wrong and classes[name] is not nn.Identity:
-        raise ValueError(f"{kind}_kwargs has {wrong}, which {name} does not take; it takes {', '.join(known)}")
-    return classes[name](**options)
+    try:
+        return classes[name](**options)
+    except TypeError as error:
+        raise ValueError(f"{kind}_kwargs is {dict(options)}, which {name} does not take: {error}") from error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
+from zoo.gnn.convs import GATConv, GCNConv, Graphs, SAGEConv, make_activation, make_norm
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
 from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors
@@ -82,7 +82,6 @@ class GNNConfig:
 class GCNConfig(GNNConfig):
     """A GCN; see ``GCNConv``. ``cached`` is kept for torch-geometric: prepared graphs are always remembered here."""
 
-    improved: bool = False
     add_self_loops: bool | None = None
     normalize: bool = True
     bias: bool = True
@@ -156,7 +155,7 @@ PRESETS: dict[str, GNNConfig] = {
 
 # The convolution of a config, and the fields that it takes as arguments of the same names.
 _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
-    GCNConfig: (GCNConv, ("improved", "add_self_loops", "normalize", "bias")),
+    GCNConfig: (GCNConv, ("add_self_loops", "normalize", "bias")),
     GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
     SAGEConfig: (SAGEConv, ("aggr", "normalize", "root_weight", "project", "bias")),
 }
@@ -280,56 +279,37 @@ class _Model(nn.Module):
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
-    def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
+    def _graph(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None) -> Graphs:
+        """The graph of each layer."""
         validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
         if isinstance(edge_index, tuple):
-            return self._sampled(x, edge_index, edge_weight)
-        graph = edge_index
-        wanted = self.recipe, accumulation_dtype(x.dtype)
+            if edge_weight is not None or not isinstance(self._first_conv, SAGEConv):
+                raise ValueError("graphs of a sampled batch are for GraphSAGE without edge weights; pass a CSRGraph")
+            _check_sampled(x, edge_index, self.config.num_layers)
+            return edge_index
+        graph, wanted = edge_index, (self.recipe, accumulation_dtype(x.dtype))
         if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
-            graph = self._memory.prepare(graph, edge_weight, (x,), self.recipe)
+            graph = self._memory.prepare(graph, edge_weight, x, self.recipe)
         if not graph.is_square:
             raise ValueError(
                 f"the graph has {graph.num_sources} sources and {graph.num_destinations} destinations, but a model of "
-                "several layers needs one set of nodes; use GATConv or SAGEConv on their own"
+                "several layers needs one set of nodes; use the convolutions on their own"
             )
         tensors = graph.tensors
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
-        return tensors
+        return (tensors,) * self.config.num_layers
 
-    def _sampled(self, x: Tensor, graphs: GraphTensors | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
-        """Check prepared tensors: of one graph, or of a sampled batch with a graph per layer."""
-        single = isinstance(graphs, GraphTensors)
-        if not single and not all(isinstance(each, GraphTensors) for each in graphs):
-            raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
-        if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
-            raise ValueError(
-                f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
-                "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
-            )
-        if isinstance(graphs, GraphTensors):
-            check_nodes(x, graphs.rowptr.shape[0] - 1, graphs.rowptr.device)
-            return graphs
-        if not isinstance(self._first_conv, SAGEConv):
-            raise ValueError(
-                f"{type(self).__name__} was given the graphs of a sampled batch, one per layer, which only GraphSAGE "
-                "takes; pass a CSRGraph of sampler.subgraphs(epoch)"
-            )
-        _check_layers(x, graphs, self.config.num_layers)
-        return graphs
-
-    def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
-        graphs = [graph] * len(self.layers) if isinstance(graph, GraphTensors) else graph
+    def _run(self, x: Tensor, graphs: Graphs) -> Tensor:
         outputs: list[Tensor] = []
-        for layer, edges in zip(self.layers, graphs, strict=True):
-            x = layer(x, edges)
+        for layer, graph in zip(self.layers, graphs, strict=True):
+            x = layer(x, graph)
             if self.config.jk in ("cat", "max"):
                 outputs.append(x)
         if self.head is None:
             return x
-        if not isinstance(graph, GraphTensors):
-            outputs = [each[: x.shape[0]] for each in outputs]
-        return self.head(outputs or [x])
+        # Of a sampled batch each layer has fewer rows.
+        rows = x.shape[0]
+        return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
 
 
 class GCN(_Model):
@@ -361,34 +341,33 @@ class GraphSAGE(_Model):
 
     config: SAGEConfig
 
-    def forward(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
         """As ``GCN.forward``, without edge weights; takes ``SampledBatch.graphs`` too: [N, C_in] -> [B, C_out]."""
         return self._run(x, self._graph(x, edge_index, edge_weight))
 
-    def region_sizes(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> int:
+    def region_sizes(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> int:
         """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
-        if not isinstance(edge_index, tuple) or isinstance(edge_index, GraphTensors):
+        if not isinstance(edge_index, tuple):
             return 1
-        return len({(edges.rowptr.shape, edges.source.shape) for edges in edge_index})
+        return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
 
 
-def _check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
+def _check_sampled(x: Tensor, graphs: Graphs, layers: int) -> None:
     """Each layer's graph must read the rows that the layer before it computes, and write at most as many."""
+    if not all(isinstance(graph, GraphTensors) for graph in graphs):
+        raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
     if len(graphs) != layers:
         raise ValueError(f"there are {len(graphs)} graphs, but {layers} layers; sample as many hops as layers")
-    if (nodes := _sources(graphs[0], x.shape[0])) != x.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows and the batch {nodes} nodes; pass x[batch.nodes]")
-    check_nodes(x, nodes, graphs[0].rowptr.device)
     known = x.shape[0]
     for index, graph in enumerate(graphs):
         rows = graph.rowptr.shape[0] - 1
-        if rows > known or _sources(graph, known) != known:
-            raise ValueError(f"layer {index} is given {known} rows, its graph takes others; pass batch.graphs as it is")
+        sources = known if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
+        if rows > known or sources != known:
+            raise ValueError(
+                f"layer {index} is given {known} rows, and its graph is of {sources} nodes; pass x[batch.nodes] with "
+                "batch.graphs as it is"
+            )
         known = rows
-
-
-def _sources(graph: GraphTensors, default: int) -> int:
-    return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
 
 
 _MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
