@@ -67,7 +67,7 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"logits_to_keep": IDS[:1].repeat(3, 1)}, ValueError, r"expected \[L\] or \[2, L\]"),
     ],
     "resnet-debug": [
-        ({"images": torch.zeros(2, 3, 8, 8).byte()}, TypeError, r"uint8, expected torch\.float32;.*resnet\.transforms"),
+        ({"images": torch.zeros(2, 3, 8, 8).byte()}, TypeError, r"uint8, expected torch\.float32;.*transforms\(\) of"),
         ({"images": torch.zeros(2, 3, 8, 8).half()}, TypeError, r"images\.to\(torch\.float32\), or torch\.autocast"),
         ({"images": torch.zeros(2, 4, 8, 8)}, ValueError, r"\[2, 4, 8, 8\], expected \[N, 3, H, W\];"),
         ({"images": torch.zeros(2, 8, 8, 3)}, ValueError, r"images\.permute\(0, 3, 1, 2\) puts channels first"),

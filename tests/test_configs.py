@@ -37,8 +37,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"groups": True}, "groups is True"),
         ({"replace_stride_with_dilation": (True,)}, "three flags"),
         ({"norm": "layer"}, "norm is 'layer', expected one of 'batch', 'frozen'"),
-        ({"norm_kwargs": {"affine": False}}, "norm_kwargs has affine, which norm 'batch' does not take"),
-        ({"norm_kwargs": {"momentum": None}}, "momentum=None"),
+        ({"norm_momentum": None}, "norm_momentum is None"),
         ({"block": "basic"}, "width_per_group 16: use bottlenecks"),
         (
             {
@@ -49,7 +48,6 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
             },
             "basic blocks cannot be dilated",
         ),
-        ({"width_per_group": 8, "groups": 3, "norm": "frozen", "norm_kwargs": {"momentum": 0.2}}, "has momentum"),
     ],
     "unet-debug": [
         ({"in_channels": 0}, "in_channels is 0, expected a positive integer"),
