@@ -3,7 +3,6 @@
 import copy
 import functools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def to_node(value: int) -> Tensor:
 GRAPHS = [
     ({"edge_index": to_node(5)}, ValueError, r"source 5, but there are 5 nodes \(0 to 4\)"),
     ({"edge_index": to_node(5).flip(0)}, ValueError, "destination 5, but there are 5 nodes"),
-    ({"edge_index": to_node(-1)}, ValueError, "negative source -1"),
+    ({"edge_index": to_node(-1)}, ValueError, "holds source -1"),
     ({"edge_index": EDGES.int()}, TypeError, r"torch\.int32, expected int64; use edge_index\.to\(torch\.int64\)"),
     ({"edge_index": EDGES.t()}, ValueError, r"shape \[3, 2\], expected \[2, E\]; transpose it"),
     ({"edge_index": torch.eye(5).to_sparse()}, TypeError, r"torch\.sparse_coo, expected a dense"),
@@ -97,7 +97,7 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"timestep": TimeShifts(torch.zeros(5, 1, 304))}, ValueError, "take one step's of a whole run"),
         ({"timestep_cond": torch.zeros(2, 8)}, ValueError, "has no time_cond_proj_dim: leave it out"),
         ({"added_cond_kwargs": {"image_embeds": X}}, ValueError, r"has \['image_embeds'\], and this model takes \[\]"),
-        ({"encoder_attention_mask": torch.ones(2, 8)}, ValueError, r"\[2, 8\], expected \[2, 7\]: 1 is seen"),
+        ({"encoder_attention_mask": torch.ones(2, 8)}, ValueError, "encoder_attention_mask is given, which is"),
         ({"attention_mask": torch.ones(2, 256)}, ValueError, "attention_mask is given, which is not supported"),
         ({"class_labels": torch.zeros(2)}, ValueError, "class_labels is given"),
         ({"down_intrablock_additional_residuals": []}, ValueError, "_residuals is given, which is not sup"),

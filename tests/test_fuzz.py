@@ -282,7 +282,7 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
             "aggr": "lstm" if draw(rarely) else draw(one_of("mean", "max", "sum")),
             "normalize": draw(st.booleans()),
         }
-        options |= {"root_weight": draw(st.booleans()), "project": draw(st.booleans())}
+        options |= {"root_weight": not draw(rarely), "project": draw(rarely)}
     return name, options
 
 
@@ -291,6 +291,11 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
 def test_graph_models(data, made, dtype, nodes, seed, training):
     name, options = made
     edge_index = data.draw(edges(nodes, nodes))
+    if name == "GCN":
+        # Of the self-loops of a node the last counts alone; torch-geometric gives the others its gradient.
+        pairs = edge_index.t().tolist()
+        kept = [index for index, (a, b) in enumerate(pairs) if a != b or [a, b] not in pairs[:index]]
+        edge_index = edge_index[:, kept]
     # Multiples of a quarter: a degree is zero in each dtype or in none.
     quarters = st.lists(st.integers(-8, 12), min_size=edge_index.shape[1], max_size=edge_index.shape[1])
     weights = data.draw(st.none() | quarters) if name == "GCN" else None
@@ -333,7 +338,7 @@ def test_graph_models(data, made, dtype, nodes, seed, training):
 def test_sampled_training(data, nodes, batch_size, layers, seed, dtype):
     edge_index = data.draw(edges(nodes, nodes))
     fanouts = data.draw(st.lists(one_of(-1, 1, 2, 5), min_size=layers, max_size=layers))
-    options = {name: data.draw(st.booleans()) for name in ("normalize", "root_weight", "project", "bias")}
+    options = {name: data.draw(st.booleans()) for name in ("normalize", "bias")}
     options |= {"aggr": data.draw(one_of("mean", "max", "sum")), "jk": data.draw(one_of(None, "cat", "last"))}
     sizes = {"in_channels": data.draw(st.integers(1, 6)), "hidden_channels": data.draw(st.integers(1, 6))}
     theirs = randomize(pyg.GraphSAGE(**sizes, num_layers=layers, out_channels=3, **options), seed).to(dtype)

@@ -46,7 +46,7 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     model = zoo.compile_regions(debug(), backend="eager")
     images = torch.randn(2, 3, 70, 100)
     with torch.inference_mode():
-        features = model.features(images)
+        features = model(images, stages=True)
         torch.testing.assert_close(model.head(features[-1]), model(images))
     assert [tuple(feature.shape) for feature in features] == [
         (2, 256, 18, 25),
@@ -245,7 +245,7 @@ def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointw
     model.eval()
     with torch.inference_mode():
         assert error(folded(images), model(images)) < 1e-5
-        for got, expected in zip(folded.features(images), model.features(images), strict=True):
+        for got, expected in zip(folded(images, stages=True), model(images, stages=True), strict=True):
             assert error(got, expected) < 1e-5
             assert got.is_contiguous(memory_format=torch.channels_last)
         double = fold_batch_norm(copy.deepcopy(model).double(), convolutions=convolutions, pointwise=pointwise)

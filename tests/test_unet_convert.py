@@ -44,24 +44,6 @@ def test_timesteps_in_every_form() -> None:
             assert reference.relative_error(ours(**inputs).sample, theirs(**inputs).sample) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int64], ids=str)
-@pytest.mark.parametrize("case", ["sd", "xl"])
-def test_masks_of_the_text(case: str, kind: torch.dtype) -> None:
-    theirs = reference.make(case)
-    ours = zoo.from_upstream(theirs)
-    inputs = reference.inputs(theirs)
-    mask = torch.tensor([[1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1]]).to(kind)
-    with torch.no_grad():
-        whole = ours(**inputs).sample
-        expected = theirs(**inputs, encoder_attention_mask=mask).sample
-        found = ours(**inputs, encoder_attention_mask=mask).sample
-        inputs["encoder_hidden_states"][mask == 0] = 100.0
-        blind = ours(**inputs, encoder_attention_mask=mask).sample
-    assert reference.relative_error(found, expected) < 1e-5
-    assert reference.relative_error(found, whole) > 1e-3
-    assert reference.relative_error(blind, found) < 1e-5
-
-
 @pytest.mark.parametrize("case", ["sd", "xl", "three levels", "one level"])
 def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = reference.make(case)
@@ -114,8 +96,8 @@ def test_presets_are_the_published_models(name: str) -> None:
         (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
         (lambda module: module.mid_block.register_forward_hook(print), "mid_block='a module with a hook'"),
         (lambda module: setattr(module, "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
-        (lambda module: module.fuse_qkv_projections(), "has a FusedAttnProcessor2_0.*unfuse_qkv"),
-        (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "has a SlicedAttnProcessor"),
+        (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
+        (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
         (lambda module: module.mid_block.attentions.append(nn.Identity()), "attentions.1=Identity"),
     ],
     ids=["FreeU", "hook", "replaced", "fused", "sliced", "added"],

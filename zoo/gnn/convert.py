@@ -17,7 +17,7 @@ from zoo.weights import Table, WeightMap
 _MODELS: dict[str, tuple[type[GNNConfig], str, tuple[str, ...]]] = {
     "GCN": (GCNConfig, "GCNConv", ("add_self_loops", "normalize", "cached")),
     "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops", "residual")),
-    "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize", "root_weight", "project")),
+    "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize",)),
 }
 # Our norm of each of theirs, and its options.
 _NORMS = {

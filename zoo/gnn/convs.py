@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
-from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import GraphTensors, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
@@ -73,14 +73,8 @@ class GCNConv(_Conv):
         # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Glorot for the weight, zero for the bias."""
+        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         nn.init.xavier_uniform_(self.lin.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]."""
@@ -92,14 +86,14 @@ class GCNConv(_Conv):
 
 
 class SAGEConv(_Conv):
-    """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
+    """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv`` with a root weight.
 
     ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer`` is as for ``GCNConv``.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, aggr: str = "mean", normalize: bool = False,
-        root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
+        self, in_channels: int, out_channels: int, *, aggr: str = "mean", normalize: bool = False, bias: bool = True,
+        input_layer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if aggr not in ("mean", "max", "sum"):
@@ -108,64 +102,33 @@ class SAGEConv(_Conv):
         self.aggr = aggr
         self.normalize = normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
-        widens = in_channels < out_channels or (input_layer and in_channels == out_channels and not project)
-        self.aggregate_first = aggr == "max" or widens
-        # One product serves neighbours and the node itself.
-        self.in_one = root_weight and not project and aggr != "max"
-        self.lin = nn.Linear(in_channels, in_channels) if project else None
+        self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin_l = nn.Linear(in_channels, out_channels, bias=bias)
-        self.lin_r = nn.Linear(in_channels, out_channels, bias=False) if root_weight else None
-
-    def reset_parameters(self) -> None:
-        """The initialisation of ``nn.Linear`` for all of them."""
-        for linear in (self.lin, self.lin_l, self.lin_r):
-            if linear is not None:
-                linear.reset_parameters()
+        self.lin_r = nn.Linear(in_channels, out_channels, bias=False)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]."""
         graph = self._tensors(graph, edge_weight, x, self.lin_l)
+        weights, bias = (self.lin_l.weight, self.lin_r.weight), self.lin_l.bias
         fewer = graph.rowptr.shape[0] <= x.shape[0]
-        if not self.in_one:
-            out = self._two_products(x, x[: graph.rowptr.shape[0] - 1] if fewer else x, graph)
-            out = _add(out, self.lin_l.bias)
+        aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
+        if self.aggr == "max":
+            out = F.linear(max_neighbours(x, graph), weights[0])
+            root = x[: graph.rowptr.shape[0] - 1] if fewer else x
+            if out.dtype == root.dtype == weights[1].dtype:
+                # In place the second product adds to the first; out of place torch would copy the first.
+                out = out.addmm_(root, weights[1].t())
+            else:  # under autocast, which casts nothing for an in-place product
+                out = out + self.lin_r(root)
+            out = _add(out, bias)
         elif self.aggregate_first or fewer:
             # With fewer rows than the features have, a product before the sum would compute all of them.
-            both = self._aggregate(x, graph, own="concat")
-            out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
+            out = F.linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias)
         else:
-            table, width = _product(x, *self._weights), self.lin_l.out_features
-            out = self._aggregate(table, graph, own="add", bias=self.lin_l.bias, channels=width)
+            # One product serves neighbours and the node itself.
+            table, width = _product(x, *weights), self.lin_l.out_features
+            out = aggregate(table, graph, own="add", bias=bias, channels=width)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    @property
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        assert self.lin_r is not None
-        return self.lin_l.weight, self.lin_r.weight
-
-    def _two_products(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias, a product for neighbours and another for the nodes' own features."""
-        if self.lin is not None:
-            sources = self.lin(sources).relu()
-        if self.aggregate_first:
-            out = F.linear(self._aggregate(sources, graph), self.lin_l.weight)
-        else:
-            out = self._aggregate(F.linear(sources, self.lin_l.weight), graph)
-        if self.lin_r is None:
-            return out
-        if not out.dtype == root.dtype == self.lin_r.weight.dtype:
-            return out + self.lin_r(root)  # under autocast, which casts nothing for an in-place product
-        # In place the second product adds to the first; out of place torch would copy the first.
-        return out.addmm_(root, self.lin_r.weight.t())
-
-    def _aggregate(
-        self, x: Tensor, graph: GraphTensors, *, own: Own = None, bias: Tensor | None = None,
-        channels: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        if self.aggr == "max":
-            return max_neighbours(x, graph)
-        aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
-        return aggregate(x, graph, own=own, bias=bias, channels=channels)
 
 
 class GATConv(_Conv):
@@ -192,19 +155,14 @@ class GATConv(_Conv):
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
         self.res = nn.Linear(in_channels, total, bias=False) if residual else None
-        self.bias = nn.Parameter(torch.empty(total)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Glorot for weights and attention vectors, zero for the bias."""
+        self.bias = nn.Parameter(torch.zeros(total)) if bias else None
+        # Glorot for weights and attention vectors.
         for linear in (self.lin, self.res):
             if linear is not None:
                 nn.init.xavier_uniform_(linear.weight)
+        bound = math.sqrt(6.0 / (heads + out_channels))
         for vector in (self.att_src, self.att_dst):
-            bound = math.sqrt(6.0 / (vector.shape[1] + vector.shape[2]))
             nn.init.uniform_(vector, -bound, bound)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]."""
@@ -251,14 +209,6 @@ class GraphBatchNorm(nn.BatchNorm1d):
     A single node is refused in training. Where the last rows are padding the host does not know the number of nodes,
     and a single one becomes the bias.
     """
-
-    def __init__(
-        self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:  # fmt: skip
-        if momentum is None:
-            raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-        super().__init__(channels, eps, momentum, affine, track_running_stats)
 
     @property
     def over_nodes(self) -> bool:
@@ -344,15 +294,19 @@ def make_activation(name: str | None, options: Mapping[str, Any]) -> nn.Module:
 
 def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn.Module:
     """A normalisation by name; None for none."""
-    return _make("norm", NORMS, name, {"channels": channels, **options})
+    if options.get("momentum", 0.1) is None:
+        raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
+    return _make("norm", NORMS, name, options, channels)
 
 
-def _make(kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]) -> nn.Module:
+def _make(
+    kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any], *sizes: int
+) -> nn.Module:
     if name is None:
         return nn.Identity()
     if name not in classes:
         raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
     try:
-        return classes[name](**options)
+        return classes[name](*sizes, **options)
     except TypeError as error:
         raise ValueError(f"{kind}_kwargs is {dict(options)}, which {name} does not take: {error}") from error

@@ -112,7 +112,7 @@ class CSRGraph:
     """A graph in compressed sparse rows, one row a destination, built once and used by every layer and every call.
 
     Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. What a
-    model of another recipe needs is derived once and remembered by all graphs of one ``from_edge_index``.
+    model of another recipe needs is derived once and remembered.
 
     ``tensors`` is what regions see. Weights that require grad are normalised at each use. In-place changes of the
     ``edge_index`` or of weights without grad are not seen: build another graph.
@@ -120,16 +120,16 @@ class CSRGraph:
 
     def __init__(
         self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype,
-        derived: dict[Any, GraphTensors],
     ) -> None:  # fmt: skip
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
-        self._derived = derived
         self.recipe = recipe
         self.weight_dtype = weight_dtype
-        self.is_square = structure.sizes[0] == structure.sizes[1]
+        self.num_sources, self.num_destinations = structure.sizes
+        self.is_square = self.num_sources == self.num_destinations
         self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose
+        self._others: dict[tuple[Recipe, torch.dtype], CSRGraph] = {}  # of other recipes
 
     @classmethod
     def from_edge_index(
@@ -150,7 +150,7 @@ class CSRGraph:
             source, destination = edge_index.to(dtype)
             origin = torch.arange(count, dtype=dtype, device=edge_index.device)
             structure = _Structure((source, destination, origin), count, sizes)
-        graph = cls(structure, None, Recipe(), torch.float32, {})
+        graph = cls(structure, None, Recipe(), torch.float32)
         return graph if edge_weight is None else graph.with_weights(edge_weight)
 
     def with_weights(self, edge_weight: Tensor) -> CSRGraph:
@@ -160,13 +160,15 @@ class CSRGraph:
         if not edge_weight.requires_grad:
             with torch.inference_mode(False):
                 edge_weight = edge_weight.clone()
-        return CSRGraph(self._structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype), {})
+        return CSRGraph(self._structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype))
 
     def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
         """The graph that a recipe asks for, always derived from the edges as they were given."""
-        if recipe == self.recipe and weight_dtype == self.weight_dtype:
-            self._prepare()
-            return self
+        key = recipe, weight_dtype
+        graph = self if key == (self.recipe, self.weight_dtype) else self._others.get(key)
+        if graph is not None:
+            graph._prepare()
+            return graph
         if self._edge_weight is not None and not recipe.weighted:
             raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
         if recipe.normalize and not self.is_square:
@@ -174,7 +176,7 @@ class CSRGraph:
                 f"normalisation needs a square graph, this one has {self.num_sources} sources and "
                 f"{self.num_destinations} destinations; use normalize=False, or GraphSAGE or GAT"
             )
-        graph = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype, self._derived)
+        graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         graph._prepare()
         return graph
 
@@ -200,10 +202,8 @@ class CSRGraph:
             if learn:
                 edges.transpose()
             for transpose in () if self._differentiable else (False, True)[: 1 + learn]:
-                key = self.recipe, self.weight_dtype, transpose
-                if key not in self._derived:
-                    self._derived[key] = self._build(transpose)
-                self._ready[transpose] = self._derived[key]
+                if transpose not in self._ready:
+                    self._ready[transpose] = self._build(transpose)
 
     def _build(self, transpose: bool) -> GraphTensors:
         structure = self._edges
@@ -231,22 +231,6 @@ class CSRGraph:
         return self._structure.looped() if self.recipe.self_loops else self._structure
 
     @property
-    def transpose(self) -> Transpose:
-        """The edges sorted by source; built at first use."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self._edges.transpose()
-
-    @property
-    def num_sources(self) -> int:
-        """S."""
-        return self._structure.sizes[0]
-
-    @property
-    def num_destinations(self) -> int:
-        """D."""
-        return self._structure.sizes[1]
-
-    @property
     def num_edges(self) -> int:
         """Edges after self-loops were added."""
         return self._edges.count
@@ -262,17 +246,11 @@ class CSRGraph:
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)
-        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype, {})
+        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype)
         if self._ready:
             with torch.no_grad():
                 moved._prepare()
         return moved
-
-    def __repr__(self) -> str:
-        nodes = self.num_sources if self.is_square else self._structure.sizes
-        weighted = ", weighted" if self._edge_weight is not None else ""
-        done = "".join(f", {word}" for word in ("self_loops", "normalize", "mean") if getattr(self.recipe, word))
-        return f"CSRGraph(nodes={nodes}, edges={self.num_edges}{weighted}{done}, device={self.device})"
 
 
 def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
@@ -319,9 +297,6 @@ class GraphMemory:
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
         return GraphMemory, ()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @dynamo_disabled
     def prepare(self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe) -> CSRGraph:
@@ -387,11 +362,9 @@ def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) ->
     if len(counts) != 2 or not all(type(count) is int and (count >= 0 or num_nodes is None) for count in counts):
         raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
     for what, low, high, count in zip(("source", "destination"), least, greatest, counts, strict=True):
-        if low < 0:
-            raise ValueError(f"edge_index holds the negative {what} {low}; nodes are numbered from 0")
-        if high >= count:
+        if low < 0 or high >= count:
             raise ValueError(
-                f"edge_index holds {what} {high}, but there are {count} nodes (0 to {count - 1}); give features for "
-                "every node, or drop the edge"
+                f"edge_index holds {what} {min(low, 0) or high}, but there are {count} nodes (0 to {count - 1}); give "
+                "features for every node, or drop the edge"
             )
     return counts

@@ -92,8 +92,6 @@ class GCNConfig(GNNConfig):
         if self.add_self_loops is None:
             # Resolved here, so that configs of equal models are equal.
             object.__setattr__(self, "add_self_loops", self.normalize)
-        if self.add_self_loops and not self.normalize:
-            raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +123,7 @@ class SAGEConfig(GNNConfig):
 
     aggr: str = "mean"
     normalize: bool = False
-    root_weight: bool = True
-    project: bool = False
     bias: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.one_of(self, "aggr", ("mean", "max", "sum"))
 
 
 # ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
@@ -157,7 +149,7 @@ PRESETS: dict[str, GNNConfig] = {
 _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
     GCNConfig: (GCNConv, ("add_self_loops", "normalize", "bias")),
     GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
-    SAGEConfig: (SAGEConv, ("aggr", "normalize", "root_weight", "project", "bias")),
+    SAGEConfig: (SAGEConv, ("aggr", "normalize", "bias")),
 }
 
 
@@ -279,7 +271,25 @@ class _Model(nn.Module):
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
-    def _graph(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None) -> Graphs:
+    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, C_out].
+
+        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph; a GCN with raw edges factors
+        ``edge_weight`` [E]; a GraphSAGE the features of ``SampledBatch.nodes`` with its ``graphs``, and gives [B,
+        C_out]. What does not fit is a TypeError or ValueError before anything runs.
+        """
+        outputs: list[Tensor] = []
+        for layer, graph in zip(self.layers, self._graphs(x, edge_index, edge_weight), strict=True):
+            x = layer(x, graph)
+            if self.config.jk in ("cat", "max"):
+                outputs.append(x)
+        if self.head is None:
+            return x
+        # Of a sampled batch each layer has fewer rows.
+        rows = x.shape[0]
+        return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
+
+    def _graphs(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None) -> Graphs:
         """The graph of each layer."""
         validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
         if isinstance(edge_index, tuple):
@@ -291,25 +301,16 @@ class _Model(nn.Module):
         if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
             graph = self._memory.prepare(graph, edge_weight, x, self.recipe)
         if not graph.is_square:
-            raise ValueError(
-                f"the graph has {graph.num_sources} sources and {graph.num_destinations} destinations, but a model of "
-                "several layers needs one set of nodes; use the convolutions on their own"
-            )
+            raise ValueError("the graph is rectangular; layers need one set of nodes: use convolutions on their own")
         tensors = graph.tensors
         check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
         return (tensors,) * self.config.num_layers
 
-    def _run(self, x: Tensor, graphs: Graphs) -> Tensor:
-        outputs: list[Tensor] = []
-        for layer, graph in zip(self.layers, graphs, strict=True):
-            x = layer(x, graph)
-            if self.config.jk in ("cat", "max"):
-                outputs.append(x)
-        if self.head is None:
-            return x
-        # Of a sampled batch each layer has fewer rows.
-        rows = x.shape[0]
-        return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
+    def region_sizes(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> int:
+        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
+        if not isinstance(edge_index, tuple):
+            return 1
+        return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
 
 
 class GCN(_Model):
@@ -317,39 +318,17 @@ class GCN(_Model):
 
     config: GCNConfig
 
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out].
-
-        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph, and with raw edges factors
-        ``edge_weight`` [E]. What does not fit is a TypeError or ValueError before anything runs.
-        """
-        return self._run(x, self._graph(x, edge_index, edge_weight))
-
 
 class GAT(_Model):
     """Graph attention network (https://arxiv.org/abs/1710.10903), torch-geometric's ``GAT`` v1, of a ``GATConfig``."""
 
     config: GATConfig
 
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """As ``GCN.forward``, without edge weights."""
-        return self._run(x, self._graph(x, edge_index, edge_weight))
-
 
 class GraphSAGE(_Model):
     """GraphSAGE (https://arxiv.org/abs/1706.02216), torch-geometric's ``GraphSAGE``, of a ``SAGEConfig``."""
 
     config: SAGEConfig
-
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
-        """As ``GCN.forward``, without edge weights; takes ``SampledBatch.graphs`` too: [N, C_in] -> [B, C_out]."""
-        return self._run(x, self._graph(x, edge_index, edge_weight))
-
-    def region_sizes(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> int:
-        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
-        if not isinstance(edge_index, tuple):
-            return 1
-        return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
 
 
 def _check_sampled(x: Tensor, graphs: Graphs, layers: int) -> None:
@@ -385,13 +364,12 @@ def example_inputs(model: _Model, *, num_nodes: int = 64, num_edges: int = 256, 
 
     There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
     """
-    if num_nodes < 1 and num_edges > 0:
-        raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")
+    validate.count("num_nodes", num_nodes)
     weight, config = next(model.parameters()), model.config
     generator = validate.seeded(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
-    source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)
+    source = torch.randint(num_nodes, (num_edges,), **on_cpu)
     distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
-    edges = torch.stack([source, (source + distance) % max(num_nodes, 1)])
+    edges = torch.stack([source, (source + distance) % num_nodes])
     return {"x": x.to(weight.device, weight.dtype), "edge_index": edges.to(weight.device)}

@@ -110,12 +110,9 @@ def find_weights(name: str, weights: Any) -> Path | None:
         known, found = {}, None
     if found is None:
         raise ValueError(f"weights is {weights!r}; {name} has {', '.join(known) or 'none that torchvision knows'}")
-    file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        digest = torch.hub.HASH_REGEX.search(file.name)  # a file's name holds the start of its hash
-        torch.hub.download_url_to_file(found.url, str(file), digest[1] if digest else None, progress=True)
-    return file
+    # Into the cache, checked by the hash in its name; on the meta device nothing is read.
+    torch.hub.load_state_dict_from_url(found.url, map_location="meta", check_hash=True, weights_only=True)
+    return Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
 
 
 def _refuse_folded(model: ResNet) -> None:

@@ -353,8 +353,9 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
         """Classify images [N, C_in, H, W], scaled and normalised as the weights' ``transforms()`` do: logits [N, K].
 
-        With ``stages`` the outputs of the four stages instead; see ``features``. Images that do not fit are a TypeError
-        or ValueError before anything runs.
+        With ``stages`` the outputs of the four stages instead, in channels_last, and the head does not run: [N, C, H /
+        4, W / 4] of the first, and of each next one twice as many channels and half the size (where it is not
+        dilated), rounded up. Images that do not fit are a TypeError or ValueError before anything runs.
         """
         _check_images(images, self.config, self.head.fc.weight)
         x = self.stem(images)
@@ -364,16 +365,6 @@ class ResNet(nn.Module):
             if stages:
                 outputs.append(x)
         return tuple(outputs) if stages else self.head(x)
-
-    def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the four stages, in channels_last; the head does not run.
-
-        [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size (where it
-        is not dilated), rounded up.
-        """
-        outputs = self(images, stages=True)
-        assert isinstance(outputs, tuple)
-        return outputs
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:

@@ -2,13 +2,11 @@
 
 from zoo.registry import Family, register
 from zoo.unet.blocks import PRESETS
-from zoo.unet.blocks import DownLevel as DownLevel
-from zoo.unet.blocks import MiddleLevel as MiddleLevel
+from zoo.unet.blocks import Level as Level
 from zoo.unet.blocks import ResnetBlock as ResnetBlock
 from zoo.unet.blocks import Transformer as Transformer
 from zoo.unet.blocks import TransformerBlock as TransformerBlock
 from zoo.unet.blocks import UNetConfig as UNetConfig
-from zoo.unet.blocks import UpLevel as UpLevel
 from zoo.unet.convert import WEIGHTS
 from zoo.unet.convert import load as load
 from zoo.unet.convert import save as save

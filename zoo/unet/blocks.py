@@ -308,14 +308,11 @@ class TransformerBlock(nn.Module):
         self.mlp_in = nn.Linear(width, 8 * width)
         self.mlp_out = nn.Linear(4 * width, width)
 
-    def forward(
-        self, x: Tensor, text: Tensor, text_bias: Tensor | None, ends: Sequence[Tensor | None] | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None) -> Tensor:
         """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> the same.
 
-        Text [B, L, 2 C] holds keys and values side by side, and its bias [B, 1, 1, L], or None, is added to their
-        scores. ``ends`` are given to the only block of a transformer: weight and bias of its norm, of the product
-        before the block and of the one after it.
+        Text [B, L, 2 C] holds keys and values side by side. ``ends`` are given to the only block of a transformer:
+        weight and bias of its norm, of the product before the block and of the one after it.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -326,12 +323,12 @@ class TransformerBlock(nn.Module):
         normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
         # One unbind, whose backward is one stack of the three gradients.
         q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
-        attended = product(short_attention(q, k, v, None), self.self_out)
+        attended = product(short_attention(q, k, v), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
         x, normed = add_norm(attended, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
         q = product(normed, self.query).view(batch, -1, *heads)
         k, v = text.unflatten(2, (2, *heads)).unbind(2)
-        attended = short_attention(q, k, v, text_bias)
+        attended = short_attention(q, k, v)
         attended = linear(attended, text_out.weight) if text_bias_ahead else text_out(attended)
         ahead = mlp_out.bias if mlp_bias_ahead else None
         x, normed = add_norm(attended, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
@@ -380,15 +377,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
 
-    def forward(self, x: Tensor, texts: Sequence[Tensor], text_bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, texts: Sequence[Tensor]) -> Tensor:
         """[B, C, H, W], and keys and values [B, L, 2 C] for each block -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            return self.blocks[0](x, texts[0], text_bias, ends)
+            return self.blocks[0](x, texts[0], ends)
         rows = enter(x, ends, self.groups)
         for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text, text_bias)
+            rows = block(rows, text)
         return leave(rows, x, ends)
 
 
@@ -398,11 +395,10 @@ class Conditioning:
 
     shifts: Sequence[Tensor]  # [B, C] for each resnet block
     texts: Sequence[Sequence[Tensor]]  # for each, keys and values [B, L, 2 C] for all transformer blocks after it
-    text_bias: Tensor | None  # [B, 1, 1, L], added to scores of attention to the text
 
 
 class Level(nn.Module):
-    """Resnet blocks of one size, some followed by a transformer."""
+    """Resnet blocks of one size, some followed by a transformer, and what halves or doubles the size after them."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__()
@@ -410,55 +406,22 @@ class Level(nn.Module):
         self.transformers = nn.ModuleList(
             nn.Identity() if block.depth is None else Transformer(config, block) for block in shape.blocks
         )
+        width, up = shape.blocks[-1].outputs, shape.blocks[0].skip > 0
+        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1) if shape.resample and not up else None
+        self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample and up else None
 
-    def run(self, index: int, x: Tensor, skip: Tensor | None, conditioning: Conditioning) -> Tensor:
-        """A resnet block and its transformer: [B, C_in, H, W] -> [B, C_out, H, W]."""
-        x = self.resnets[index](x, skip, conditioning.shifts[index])
-        transformer = self.transformers[index]
-        if isinstance(transformer, Transformer):
-            x = transformer(x, conditioning.texts[index], conditioning.text_bias)
-        return x
+    def forward(self, x: Tensor, conditioning: Conditioning, skips: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2].
 
-
-class DownLevel(Level):
-    """A level on the way down; a last convolution halves the size."""
-
-    def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
-        super().__init__(config, shape)
-        width = shape.blocks[-1].outputs
-        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1) if shape.resample else None
-
-    def forward(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
-        """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2]."""
+        With a skip [B, C_skip, H, W] for each block, on the way up, the last output alone, of [2 H, 2 W] pixels.
+        """
         outputs = []
-        for index in range(len(self.resnets)):
-            x = self.run(index, x, None, conditioning)
-            outputs.append(x)
+        for index, (resnet, transformer) in enumerate(zip(self.resnets, self.transformers, strict=True)):
+            x = resnet(x, None if skips is None else skips[index], conditioning.shifts[index])
+            if isinstance(transformer, Transformer):
+                x = transformer(x, conditioning.texts[index])
+            if skips is None:
+                outputs.append(x)
         if self.downsample is not None:
             outputs.append(conv(x, self.downsample))
-        return outputs
-
-
-class MiddleLevel(Level):
-    """The blocks of the smallest size."""
-
-    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        for index in range(len(self.resnets)):
-            x = self.run(index, x, None, conditioning)
-        return x
-
-
-class UpLevel(Level):
-    """A level on the way up; the size is doubled and convolved at the end."""
-
-    def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
-        super().__init__(config, shape)
-        width = shape.blocks[-1].outputs
-        self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample else None
-
-    def forward(self, x: Tensor, skips: Sequence[Tensor], conditioning: Conditioning) -> Tensor:
-        """[B, C_in, H, W], and a [B, C_skip, H, W] for each block -> [B, C_out, 2 H, 2 W], or of the same size."""
-        for index, skip in enumerate(skips):
-            x = self.run(index, x, skip, conditioning)
-        return x if self.upsample is None else conv(upsample(x), self.upsample)
+        return outputs or [x if self.upsample is None else conv(upsample(x), self.upsample)]

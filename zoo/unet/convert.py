@@ -4,7 +4,6 @@ Their queries, keys and values of self-attention are rows of one tensor here, an
 cross-attentions, and all blocks' products with the timestep.
 """
 
-import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zoo.files import locate, upstream
 from zoo.unet.blocks import SD, UNetConfig
@@ -162,59 +161,27 @@ def skeleton(config: UNetConfig) -> Any:
 
 
 def _check_unchanged(module: Any, expected: nn.Module) -> None:
-    """Refuse a model that was changed after it was built, adapters of LoRA apart."""
+    """Refuse a model that was changed after it was built."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
+    if getattr(module, "peft_config", None):
+        raise ValueError("the model has LoRA adapters; call pipe.fuse_lora() and pipe.unload_lora_weights() first")
     if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
-    if getattr(module, "encoder_hid_proj", None) is not None:
-        raise ValueError("encoder_hid_proj is set, as by an IP-Adapter, which is not supported; unload it first")
-    theirs = {
-        name.replace(".base_layer", ""): child.get_base_layer() if _is_tuner(child) else child
-        for name, child in module.named_modules()
-        if not _of_lora(name)
-    }
-    for name, found in theirs.items():
-        processor = getattr(found, "processor", None)
-        if processor is not None and type(processor) not in (AttnProcessor, AttnProcessor2_0):
-            fused = "Fused" in type(processor).__name__
-            remedy = "unfuse_qkv_projections()" if fused else "set_attn_processor(AttnProcessor2_0())"
-            raise ValueError(f"{name} has a {type(processor).__name__}, which is not supported; call {remedy} first")
-    refuse_changed(theirs, expected, _refuse)
-
-
-def _of_lora(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
-
-
-def _is_tuner(module: nn.Module) -> bool:
-    """Whether peft has put adapters on a layer."""
-    return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
-
-
-def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors by the names that they have without adapters, with active adapters merged into them."""
-    own = ((name, parameter) for name, parameter in module.named_parameters() if not _of_lora(name))
-    tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): parameter for name, parameter in own}
-    for name, child in module.named_modules():
-        if _is_tuner(child) and not _of_lora(name):
-            # A merged layer uses what is merged alone, unless its adapters are off.
-            layer: Any = copy.deepcopy(child)
-            if layer.disable_adapters and layer.merged:
-                layer.unmerge()
-            elif not layer.disable_adapters and not layer.merged:
-                layer.merge(safe_merge=True)
-            for kind, parameter in layer.get_base_layer().named_parameters():
-                key = f"{name}.{kind}"
-                tensors[key] = parameter.detach().requires_grad_(tensors[key].requires_grad)
-    return tensors
+    for name, processor in module.attn_processors.items():
+        if type(processor) not in (AttnProcessor, AttnProcessor2_0):
+            raise ValueError(
+                f"{name} is a {type(processor).__name__}, which is not supported; call unfuse_qkv_projections() or "
+                "set_attn_processor(AttnProcessor2_0()) first"
+            )
+    refuse_changed(dict(module.named_modules()), expected, _refuse)
 
 
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
-    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM,
-    use_fields=("sample_size", "upcast_attention", "dropout"), find=find_weights,
+    read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
+    use_fields=("sample_size", "upcast_attention", "dropout"),
 )  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load

@@ -27,12 +27,10 @@ from zoo.ops.conv import conv
 from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (
     Conditioning,
-    DownLevel,
-    MiddleLevel,
+    Level,
     ResnetBlock,
     TransformerBlock,
     UNetConfig,
-    UpLevel,
     linear,
 )
 from zoo.weights import keep_channels_last
@@ -175,9 +173,9 @@ class UNet(nn.Module):
         attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
         self.text_projections = TextProjections(config.cross_attention_dim, attending)
         self.conv_in = nn.Conv2d(config.in_channels, first, 3, padding=1)
-        self.down = nn.ModuleList(DownLevel(config, level) for level in config.down())
-        self.middle = MiddleLevel(config, config.middle())
-        self.up = nn.ModuleList(UpLevel(config, level) for level in config.up())
+        self.down = nn.ModuleList(Level(config, level) for level in config.down())
+        self.middle = Level(config, config.middle())
+        self.up = nn.ModuleList(Level(config, level) for level in config.up())
         self._depths = [[block.depth or 0 for block in level.blocks] for level in config.levels()]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
         self.conv_out = nn.Conv2d(first, config.out_channels, 3, padding=1)
@@ -205,7 +203,7 @@ class UNet(nn.Module):
         added_cond_kwargs: Mapping[str, Tensor] | None = None,
         down_block_additional_residuals: Sequence[Tensor] | None = None,
         mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
-        encoder_attention_mask: Tensor | None = None, return_dict: bool = True,
+        encoder_attention_mask: None = None, return_dict: bool = True,
     ) -> UNetOutput:  # fmt: skip
         """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
@@ -225,15 +223,17 @@ class UNet(nn.Module):
             down_block_additional_residuals: Of a ControlNet, added to the skip connections, one for each.
             mid_block_additional_residual: Of a ControlNet, added after the middle.
             down_intrablock_additional_residuals: Not supported.
-            encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
+            encoder_attention_mask: Not supported.
             return_dict: Either way the result is a tuple with a name in it.
 
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         config, weight = self.config, self.conv_in.weight
-        adapters = down_intrablock_additional_residuals
-        _refuse(class_labels=class_labels, attention_mask=attention_mask, down_intrablock_additional_residuals=adapters)
+        _refuse(
+            class_labels=class_labels, attention_mask=attention_mask, encoder_attention_mask=encoder_attention_mask,
+            down_intrablock_additional_residuals=down_intrablock_additional_residuals,
+        )  # fmt: skip
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
             raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
@@ -248,30 +248,23 @@ class UNet(nn.Module):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
         _check_projected(self, shifts, keys_values, sample)
-        bias = None
-        if encoder_attention_mask is not None:
-            options: dict[str, Any] = {"like": sample.device, "like_name": "sample", "hint": ": 1 is seen and 0 is not"}
-            shape = f"{batch} {keys_values.shape[1]}"
-            validate.tensor("encoder_attention_mask", encoder_attention_mask, shape, **options)
-            hidden = 1 - encoder_attention_mask.to(keys_values.dtype)
-            bias = -10000.0 * hidden[:, None, None, :]  # as in diffusers
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
         x = conv(x, self.conv_in)
         if wait is not None:
             wait()
-        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, bias)
+        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values)
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
         # The middle's input is the last skip without a ControlNet's residual.
-        x = self.middle(skips[-1], conditioning[len(self.down)])
+        x = self.middle(skips[-1], conditioning[len(self.down)])[-1]
         if down_block_additional_residuals is not None:
             skips = [skip + added for skip, added in zip(skips, down_block_additional_residuals, strict=True)]
         if mid_block_additional_residual is not None:
             x = x + mid_block_additional_residual
         for level, given in zip(self.up, conditioning[-len(self.up) :], strict=True):
-            x = level(x, [skips.pop() for _ in given.shifts], given)
+            (x,) = level(x, given, [skips.pop() for _ in given.shifts])
         norm = self.norm_out
         x = self.conv_out(group_norm(x, None, norm.weight, norm.bias, norm.num_groups, norm.eps, True))
         return UNetOutput(x.contiguous())
@@ -299,14 +292,14 @@ class UNet(nn.Module):
         validate.tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
-    def _conditioning(self, shifts: Tensor, keys_values: Tensor, bias: Tensor | None) -> list[Conditioning]:
+    def _conditioning(self, shifts: Tensor, keys_values: Tensor) -> list[Conditioning]:
         """[B, S], [B, L, K] and masks of pixels and text -> what each level takes, in the order in which they run."""
         own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
         texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
         found = []
         for depths in self._depths:
             own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
-            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, bias))
+            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts))
         return found
 
 
@@ -341,11 +334,8 @@ def example_inputs(
         assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         # Original size, upper left corner and target size, in pixels of the image.
-        sizes = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size], device="cpu")
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal(batch, pooled),
-            "time_ids": sizes.expand(batch, -1).to(model.device, model.dtype),
-        }
+        sizes = torch.tensor([[8.0, 8.0, 0.0, 0.0, 8.0, 8.0]], device=model.device, dtype=model.dtype) * size
+        inputs["added_cond_kwargs"] = {"text_embeds": normal(batch, pooled), "time_ids": sizes.expand(batch, -1)}
     return inputs
 
 
