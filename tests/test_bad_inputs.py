@@ -102,12 +102,8 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"class_labels": torch.zeros(2)}, ValueError, "class_labels is given"),
         ({"down_intrablock_additional_residuals": []}, ValueError, "_residuals is given, which is not sup"),
         ({"cross_attention_kwargs": {"gligen": {}}}, ValueError, "is {'gligen': {}}: merge LoRA weights"),
-        ({"down_block_additional_residuals": ()}, ValueError, "mid_block_additional_residual is missing"),
-        ({"mid_block_additional_residual": X}, ValueError, "down_block_additional_residuals is missing"),
-        (
-            {"down_block_additional_residuals": (), "mid_block_additional_residual": X},
-            ValueError, "has 0 tensors, expected 6",
-        ),
+        ({"mid_block_additional_residual": X}, ValueError, r"additional_residual has shape \[5, 12\], expected"),
+        ({"down_block_additional_residuals": ()}, ValueError, "has 0 tensors, expected 6"),
     ],
     "unet-xl-debug": [
         ({"added_cond_kwargs": None}, ValueError, r"added_cond_kwargs has \[\], and this model takes \['text_"),

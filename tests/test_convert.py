@@ -268,6 +268,7 @@ REFUSED: list[tuple[Make, str]] = [
         for cls, options, words in [
             (pyg.GAT, {"v2": True}, "convs.0='GATv2Conv'"),
             (pyg.GCN, {"improved": True}, "convs.0.improved=True"),
+            (pyg.GAT, {"residual": True}, "convs.0.res"),
             *((pyg.GraphSAGE, {o: o == "project"}, f"convs.0.*{o}") for o in ("project", "root_weight")),
             (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
             (pyg.GAT, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),

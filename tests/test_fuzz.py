@@ -275,7 +275,7 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
         options |= {"improved": draw(rarely), "normalize": draw(st.booleans())}
     elif name == "GAT":
         options |= {"heads": heads, "concat": draw(st.booleans()), "negative_slope": draw(one_of(0.2, 0.0, 0.7))}
-        options |= {"add_self_loops": draw(st.booleans()), "residual": draw(st.booleans())}
+        options |= {"add_self_loops": draw(st.booleans()), "residual": draw(rarely)}
         options |= {"v2": draw(rarely)}
     else:
         options |= {

@@ -171,7 +171,10 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
     return {
         "weights for gat": (lambda: gat(X, EDGES, weights), "does not use edge weights"),
         "weights for sage": (lambda: sage(X, EDGES, weights), "does not use edge weights"),
-        "prepared with weights for sage": (lambda: sage.prepare(EDGES, weights), "GraphSAGE does not use edge weights"),
+        "prepared with weights for sage": (
+            lambda: sage.prepare(EDGES, weights),
+            "carries edge weights, which this layer does not use",
+        ),
         "weighted graph for gat": (lambda: gat(X, weighted), "carries edge weights, which this layer does not use"),
         "weights twice": (lambda: gcn(X, graph, weights), r"with a CSRGraph.*with_weights"),
         "fewer nodes in the graph": (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
@@ -374,7 +377,7 @@ def test_convolutions_take_rectangular_graphs_whose_destinations_are_the_first_s
     square, rectangular = (CSRGraph.from_edge_index(edge_index, None, sizes) for sizes in ((5, 5), (5, 2)))
     for conv in (
         GCNConv(12, 3, normalize=False), SAGEConv(12, 3, aggr="max"), SAGEConv(3, 12, aggr="sum"), SAGEConv(12, 3),
-        GATConv(12, 3, residual=True, add_self_loops=False),
+        GATConv(12, 3, add_self_loops=False),
     ):  # fmt: skip
         x = torch.randn(5, 12 if getattr(conv, "lin_l", None) is None else conv.lin_l.in_features)
         torch.testing.assert_close(conv(x, rectangular), conv(x, square)[:2])

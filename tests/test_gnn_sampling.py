@@ -332,8 +332,8 @@ def test_a_batch_moves_as_a_whole_and_has_no_more_seeds_than_there_are():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fanouts": ()}, r"fanouts are \[\]; one a hop"),
-        ({"fanouts": (5, 0)}, r"fanouts are \[5, 0\]"),
+        ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
+        ({"fanouts": (5, 0)}, r"fanouts are \(5, 0\)"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"workers": -1}, "workers is -1"),
         ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
@@ -347,7 +347,7 @@ def test_a_batch_moves_as_a_whole_and_has_no_more_seeds_than_there_are():
         ({"seeds": [1, 2]}, r"seeds is a list, expected a dense tensor \[n\]"),
         ({"seeds": torch.tensor([[1]])}, r"seeds has shape \[1, 1\], expected \[n\]"),
         ({"fanouts": 4}, "fanouts are 4; one a hop"),
-        ({"fanouts": (4.0, 3)}, r"fanouts are \[4.0, 3\]; one a hop, an integer"),
+        ({"fanouts": (4.0, 3)}, r"fanouts are \(4.0, 3\); one a hop, an integer"),
         ({"batch_size": 16.0}, "batch_size is 16.0, expected a positive integer"),
         ({"workers": None}, "workers is None, expected an integer of at least 0"),
         ({"device": torch.float32}, "device is torch.float32"),

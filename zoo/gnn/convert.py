@@ -15,8 +15,8 @@ from zoo.weights import Table, WeightMap
 
 # By the name of the model in both libraries: our config, their convolution, and its attributes that are fields of ours.
 _MODELS: dict[str, tuple[type[GNNConfig], str, tuple[str, ...]]] = {
-    "GCN": (GCNConfig, "GCNConv", ("add_self_loops", "normalize", "cached")),
-    "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops", "residual")),
+    "GCN": (GCNConfig, "GCNConv", ("add_self_loops", "normalize")),
+    "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops")),
     "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize",)),
 }
 # Our norm of each of theirs, and its options.
@@ -24,8 +24,9 @@ _NORMS = {
     "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
     "LayerNorm": ("layer", ("eps", "affine", "mode")),
 }
-# Attributes in which equal convolutions and norms may differ: lazy widths, modes, and names of one aggregation.
-_FREE = ("in_channels", "training", "aggr")
+# Attributes in which equal convolutions and norms may differ: lazy widths, modes, names of one aggregation, and whether
+# the graph is remembered, as it always is here.
+_FREE = ("in_channels", "training", "aggr", "cached")
 
 
 def table(config: GNNConfig) -> Table:

@@ -140,7 +140,7 @@ class GATConv(_Conv):
 
     def __init__(
         self, in_channels: int, out_channels: int, *, heads: int = 1, concat: bool = True, negative_slope: float = 0.2,
-        dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True, residual: bool = False,
+        dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         validate.count("heads", heads)
@@ -154,12 +154,9 @@ class GATConv(_Conv):
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
-        self.res = nn.Linear(in_channels, total, bias=False) if residual else None
         self.bias = nn.Parameter(torch.zeros(total)) if bias else None
         # Glorot for weights and attention vectors.
-        for linear in (self.lin, self.res):
-            if linear is not None:
-                nn.init.xavier_uniform_(linear.weight)
+        nn.init.xavier_uniform_(self.lin.weight)
         bound = math.sqrt(6.0 / (heads + out_channels))
         for vector in (self.att_src, self.att_dst):
             nn.init.uniform_(vector, -bound, bound)
@@ -173,8 +170,6 @@ class GATConv(_Conv):
         table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
         dropout = self.dropout if self.training else 0.0
         out = attention(table, None, heads, graph, self.negative_slope, dropout, average=not self.concat)
-        if self.res is not None:
-            out = out + self.res(x if out.shape[0] == x.shape[0] else x[: out.shape[0]])
         return _add(out, self.bias)
 
 
@@ -279,33 +274,24 @@ def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Te
 
 # By the names that torch-geometric gives them.
 ACTIVATIONS: dict[str, type[nn.Module]] = {
-    **{"relu": nn.ReLU, "relu6": nn.ReLU6, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "celu": nn.CELU, "selu": nn.SELU},
-    **{"gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus, "identity": nn.Identity},
-    **{"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "hardtanh": nn.Hardtanh, "hardswish": nn.Hardswish},
+    **{"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "selu": nn.SELU, "gelu": nn.GELU, "silu": nn.SiLU},
+    **{"tanh": nn.Tanh, "sigmoid": nn.Sigmoid},
 }
 NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLayerNorm}
 
 
-def make_activation(name: str | None, options: Mapping[str, Any]) -> nn.Module:
-    """An activation by name; None for none."""
-    # An activation in place would write into what an operator returned, which may be needed elsewhere.
-    return _make("act", ACTIVATIONS, name, {**options, "inplace": False} if "inplace" in options else options)
-
-
-def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn.Module:
-    """A normalisation by name; None for none."""
-    if options.get("momentum", 0.1) is None:
-        raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-    return _make("norm", NORMS, name, options, channels)
-
-
-def _make(
+def make(
     kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any], *sizes: int
 ) -> nn.Module:
+    """A norm or an activation by name; None for none. ValueError if there is none, or its options do not fit."""
     if name is None:
         return nn.Identity()
     if name not in classes:
         raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
+    if options.get("momentum", 0.1) is None:
+        raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
+    if "inplace" in options:  # it would write into what an operator returned, which may be needed elsewhere
+        options = {**options, "inplace": False}
     try:
         return classes[name](*sizes, **options)
     except TypeError as error:

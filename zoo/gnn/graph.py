@@ -172,10 +172,7 @@ class CSRGraph:
         if self._edge_weight is not None and not recipe.weighted:
             raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
         if recipe.normalize and not self.is_square:
-            raise ValueError(
-                f"normalisation needs a square graph, this one has {self.num_sources} sources and "
-                f"{self.num_destinations} destinations; use normalize=False, or GraphSAGE or GAT"
-            )
+            raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
         graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         graph._prepare()
         return graph

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.gnn.convs import GATConv, GCNConv, Graphs, SAGEConv, make_activation, make_norm
+from zoo.gnn.convs import ACTIVATIONS, NORMS, GATConv, GCNConv, Graphs, SAGEConv, make
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
 from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors
@@ -80,12 +80,11 @@ class GNNConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GCNConfig(GNNConfig):
-    """A GCN; see ``GCNConv``. ``cached`` is kept for torch-geometric: prepared graphs are always remembered here."""
+    """A GCN; see ``GCNConv``."""
 
     add_self_loops: bool | None = None
     normalize: bool = True
     bias: bool = True
-    cached: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,7 +106,6 @@ class GATConfig(GNNConfig):
     negative_slope: float = 0.2
     add_self_loops: bool = True
     bias: bool = True
-    residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,7 +146,7 @@ PRESETS: dict[str, GNNConfig] = {
 # The convolution of a config, and the fields that it takes as arguments of the same names.
 _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
     GCNConfig: (GCNConv, ("add_self_loops", "normalize", "bias")),
-    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
+    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias")),
     SAGEConfig: (SAGEConv, ("aggr", "normalize", "bias")),
 }
 
@@ -188,8 +186,8 @@ class GNNEpilogue(nn.Module):
 
     def __init__(self, config: GNNConfig) -> None:
         super().__init__()
-        self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
-        self.act = make_activation(config.act, config.act_kwargs)
+        self.norm = make("norm", NORMS, config.norm, config.norm_kwargs, config.hidden_channels)
+        self.act = make("act", ACTIVATIONS, config.act, config.act_kwargs)
         self.act_first = config.act_first
         # Without dropout a training graph ends in one pointwise operation, which needs no Inductor.
         self.dropout = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
@@ -257,8 +255,6 @@ class _Model(nn.Module):
         forgotten. Raises as ``CSRGraph.from_edge_index``.
         """
         if not isinstance(edge_index, CSRGraph):
-            if edge_weight is not None and not self.recipe.weighted:
-                raise ValueError(f"edge_weight was given, but {type(self).__name__} does not use edge weights")
             edge_index = CSRGraph.from_edge_index(edge_index, edge_weight, num_nodes)
         else:
             if num_nodes not in (None, edge_index.num_sources):

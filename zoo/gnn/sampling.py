@@ -179,9 +179,9 @@ class NeighborSampler:
         num_nodes: int | None = None, buckets: Sequence[Bucket] | None = None, shuffle: bool = True,
         seed: int = 0, workers: int = 2, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        given = list(fanouts) if isinstance(fanouts, Sequence) else fanouts
-        if not isinstance(given, list) or not given or not all(validate.is_count(each, -1) and each for each in given):
-            raise ValueError(f"fanouts are {given}; one a hop, an integer of at least 1, or -1 for all neighbours")
+        given = fanouts if isinstance(fanouts, Sequence) else ()
+        if not given or not all(validate.is_count(each, -1) and each for each in given):
+            raise ValueError(f"fanouts are {fanouts}; one a hop, an integer of at least 1, or -1 for all neighbours")
         validate.count("batch_size", batch_size)
         validate.count("workers", workers, 0)
         validate.check_seed(seed)

@@ -23,7 +23,9 @@ _NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 def table(config: ResNetConfig) -> Table:
     """{theirs: ours}; ValueError for a folded model, whose norms are part of its convolutions."""
     if config.folding is not None:
-        raise ValueError("folding is on, and these weights have batch norms: load them, then fold_batch_norm")
+        raise ValueError(
+            "batch norms are folded into the convolutions: convert or load a model with norms, then fold it"
+        )
     names = {"conv1": "stem.conv", "bn1": "stem.norm", "fc": "head.fc"}
     last = 3 if config.block == "bottleneck" else 2
     for stage in range(4):
@@ -115,11 +117,6 @@ def find_weights(name: str, weights: Any) -> Path | None:
     return Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
 
 
-def _refuse_folded(model: ResNet) -> None:
-    if model.config.folding is not None:
-        raise ValueError("the batch norms of this model are folded into its convolutions; convert the one it came from")
-
-
 @torch.no_grad()
 def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str = "convolution") -> ResNet:
     """A new model for inference that computes what this one does in eval mode, without its norms.
@@ -158,5 +155,5 @@ def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
 
 WEIGHTS = WeightMap(
     name="resnet", noun="a ResNet", classes=(ResNet,), table=table, config_of=config_of, skeleton=skeleton,
-    refuse=_refuse_folded, find=find_weights,
+    find=find_weights,
 )  # fmt: skip

@@ -119,11 +119,6 @@ class ResNetConfig:
         """How many times wider a block's output is than its stage's width."""
         return 4 if self.block == "bottleneck" else 1
 
-    @property
-    def features(self) -> int:
-        """Channels of the last stage."""
-        return 512 * self.expansion
-
     def stages(self) -> Iterator[list[BlockShape]]:
         """The blocks of each stage."""
         inputs, dilation = STEM_WIDTH, 1
@@ -312,7 +307,7 @@ class ResNetHead(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.fc = nn.Linear(config.features, config.num_classes)
+        self.fc = nn.Linear(512 * config.expansion, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, K]."""

@@ -124,11 +124,6 @@ class UNetConfig:
                 raise ValueError(f"num_attention_heads has {block.heads}, which does not divide {block.outputs}")
 
     @property
-    def time_width(self) -> int:
-        """Width of the embedded timestep."""
-        return 4 * self.block_out_channels[0]
-
-    @property
     def reduction(self) -> int:
         """Pixels of the sample's side for one of the smallest level's."""
         return int(2 ** (len(self.block_out_channels) - 1))

@@ -59,7 +59,7 @@ class Conditions(nn.Module):
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
         self.config = config
-        width = config.time_width
+        width = 4 * config.block_out_channels[0]
         self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
         self.add_embedding = None
         if config.addition_embed_type == "text_time":
@@ -169,7 +169,7 @@ class UNet(nn.Module):
         self.config = config
         first, blocks = config.block_out_channels[0], config.blocks()
         self.conditions = Conditions(config)
-        self.time_projections = TimeProjections(config.time_width, [block.outputs for block in blocks])
+        self.time_projections = TimeProjections(4 * first, [block.outputs for block in blocks])
         attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
         self.text_projections = TextProjections(config.cross_attention_dim, attending)
         self.conv_in = nn.Conv2d(config.in_channels, first, 3, padding=1)
@@ -412,17 +412,16 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
 def _check_residuals(
     residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
 ) -> None:
-    """Refuse what is not a ControlNet's: a tensor for each skip connection and one for the middle."""
-    if residuals is None and middle is None:
-        return
-    names = "down_block_additional_residuals", "mid_block_additional_residual"
-    if residuals is None or middle is None:
-        raise ValueError(f"a ControlNet gives both residuals, and {names[middle is None]} is missing")
-    batch, _, height, width = sample.shape
-    ends = [*config.skips(), (config.block_out_channels[-1], config.reduction)]
-    if len(residuals) != len(ends) - 1:
-        raise ValueError(f"{names[0]} has {len(residuals)} tensors, expected {len(ends) - 1}")
-    named = [*((f"{names[0]}[{i}]", residual) for i, residual in enumerate(residuals)), (names[1], middle)]
-    for (name, residual), (channels, size) in zip(named, ends, strict=True):
+    """Refuse what is not a ControlNet's: a tensor for each skip connection, and one for the middle."""
+    (batch, _, height, width), skips = sample.shape, config.skips()
+    given: list[tuple[str, Tensor, tuple[int, int]]] = []
+    if residuals is not None:
+        if len(residuals) != len(skips):
+            raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
+        names = (f"down_block_additional_residuals[{index}]" for index in range(len(skips)))
+        given += zip(names, residuals, skips, strict=True)
+    if middle is not None:
+        given.append(("mid_block_additional_residual", middle, skips[-1]))
+    for name, residual, (channels, size) in given:
         shape = f"{batch} {channels} {height // size} {width // size}"
         validate.tensor(name, residual, shape, like=sample.device, like_name="sample")
