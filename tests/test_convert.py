@@ -60,9 +60,9 @@ GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (pyg.GraphSAGE, {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}, "act": "sigmoid"}),
     (pyg.GAT, {"norm": "layer", "norm_kwargs": {"mode": "graph", "affine": False}, "act_first": True, "act": "silu"}),
     (pyg.GCN, {"add_self_loops": False}),
-    (pyg.GCN, {"cached": True, "jk": "cat"}),
+    (pyg.GCN, {"cached": True, "improved": True, "jk": "cat"}),
     (pyg.GAT, {"heads": 8, "num_layers": 1, "hidden_channels": 3}),
-    (pyg.GraphSAGE, {"aggr": "add"}),
+    (pyg.GraphSAGE, {"aggr": "add", "project": True}),
     (pyg.GraphSAGE, {"hidden_channels": 6, "out_channels": 6, "num_layers": 3}),
 ]
 
@@ -267,9 +267,6 @@ REFUSED: list[tuple[Make, str]] = [
         (partial(graph_model, cls, options), words)
         for cls, options, words in [
             (pyg.GAT, {"v2": True}, "convs.0='GATv2Conv'"),
-            (pyg.GCN, {"improved": True}, "convs.0.improved=True"),
-            (pyg.GAT, {"residual": True}, "convs.0.res"),
-            *((pyg.GraphSAGE, {o: o == "project"}, f"convs.0.*{o}") for o in ("project", "root_weight")),
             (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
             (pyg.GAT, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),
             (pyg.GraphSAGE, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),

@@ -23,7 +23,7 @@ from training_models import build, draw, loss_of, optimizer_of, plain_losses
 import zoo
 from tests.gnn_reference import edges_of
 from zoo.bert import pack, unpack
-from zoo.gnn import NeighborSampler
+from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
 from zoo.llm import generate
 from zoo.training import TrainingStep
 
@@ -272,17 +272,17 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
     if options["out_channels"] is not None and name == "GAT":
         options["out_channels"] *= heads
     if name == "GCN":
-        options |= {"improved": draw(rarely), "normalize": draw(st.booleans())}
+        options |= {"improved": draw(st.booleans()), "normalize": draw(st.booleans())}
     elif name == "GAT":
         options |= {"heads": heads, "concat": draw(st.booleans()), "negative_slope": draw(one_of(0.2, 0.0, 0.7))}
-        options |= {"add_self_loops": draw(st.booleans()), "residual": draw(rarely)}
+        options |= {"add_self_loops": draw(st.booleans()), "residual": draw(st.booleans())}
         options |= {"v2": draw(rarely)}
     else:
         options |= {
             "aggr": "lstm" if draw(rarely) else draw(one_of("mean", "max", "sum")),
             "normalize": draw(st.booleans()),
         }
-        options |= {"root_weight": not draw(rarely), "project": draw(rarely)}
+        options |= {"root_weight": draw(st.booleans()), "project": draw(st.booleans())}
     return name, options
 
 
@@ -332,13 +332,48 @@ def test_graph_models(data, made, dtype, nodes, seed, training):
 
 @fuzz
 @given(
+    data=st.data(), kind=one_of("sage", "gat"), sources=st.integers(1, 9), destinations=st.integers(1, 9),
+    dtype=one_of(torch.float64, torch.float32), seed=seeds,
+)  # fmt: skip
+def test_bipartite_convolutions(data, kind, sources, destinations, dtype, seed):
+    edge_index = data.draw(edges(sources, destinations))
+    widths, out = (data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))), data.draw(st.integers(1, 5))
+    if kind == "sage":
+        options = {name: data.draw(st.booleans()) for name in ("normalize", "root_weight", "project", "bias")}
+        options |= {"aggr": data.draw(one_of("mean", "max", "sum"))}
+        theirs, ours = pyg.SAGEConv(widths, out, **options), SAGEConv(widths, out, **options)
+    else:
+        options = {"heads": data.draw(st.integers(1, 3)), "concat": data.draw(st.booleans()), "add_self_loops": False}
+        options |= {name: data.draw(st.booleans()) for name in ("bias", "residual")}
+        theirs, ours = pyg.GATConv(widths, out, **options), GATConv(widths, out, **options)
+    randomize(theirs, seed)
+    ours.load_state_dict(theirs.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    features = [torch.randn(*shape, generator=generator) for shape in zip((sources, destinations), widths, strict=True)]
+
+    def run(conv: nn.Module, graph: Any, dtype: torch.dtype) -> Results:
+        inputs = [each.to(dtype, copy=True).requires_grad_() for each in features]
+        results = backward({"output": conv.to(dtype)(tuple(inputs), graph)}, *inputs)
+        return results | {n: p.grad.double() for n, p in conv.named_parameters() if p.grad is not None}
+
+    graph = CSRGraph.from_edge_index(edge_index, num_nodes=(sources, destinations))
+    expected, found = run(theirs, edge_index, dtype), run(ours, graph, dtype)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+    for name in found:
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@fuzz
+@given(
     data=st.data(), nodes=st.integers(1, 30), batch_size=st.integers(1, 9), layers=st.integers(1, 3), seed=seeds,
     dtype=one_of(torch.float64, torch.float32),
 )  # fmt: skip
 def test_sampled_training(data, nodes, batch_size, layers, seed, dtype):
     edge_index = data.draw(edges(nodes, nodes))
     fanouts = data.draw(st.lists(one_of(-1, 1, 2, 5), min_size=layers, max_size=layers))
-    options = {name: data.draw(st.booleans()) for name in ("normalize", "bias")}
+    options = {name: data.draw(st.booleans()) for name in ("normalize", "root_weight", "project", "bias")}
     options |= {"aggr": data.draw(one_of("mean", "max", "sum")), "jk": data.draw(one_of(None, "cat", "last"))}
     sizes = {"in_channels": data.draw(st.integers(1, 6)), "hidden_channels": data.draw(st.integers(1, 6))}
     theirs = randomize(pyg.GraphSAGE(**sizes, num_layers=layers, out_channels=3, **options), seed).to(dtype)

@@ -187,10 +187,15 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
         "rectangular normalisation": (lambda: GCNConv(12, 3)(X, rectangular), "normalisation needs a square graph"),
         "negative num_nodes": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=-1), "num_nodes is -1"),
         "num_nodes of three": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=(5, 5, 5)), r"\(5, 5, 5\)"),
+        "sage destinations": (
+            lambda: SAGEConv((12, 4), 3)((X, torch.randn(5, 4)), rectangular),
+            "x has 5 rows, the graph 6 nodes",
+        ),
+        "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \[5, 12\], expected \[N, 4\]"),
         **{
             f"more destinations, {type(conv).__name__}": (
                 lambda conv=conv: conv(X, rectangular),
-                "the graph has 6 destinations, which must be among its sources",
+                r"the graph has 6 destinations and x 5 rows, .* pass x=\(sources, destinations\)",
             )
             for conv in (GCNConv(12, 3, normalize=False), SAGEConv(12, 3), GATConv(12, 3))
         },
@@ -221,6 +226,10 @@ def test_misuse(name: str) -> None:
 
 
 def test_foreign_objects() -> None:
+    conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
+    with pytest.raises(TypeError, match="x is a NoneType, expected a dense tensor"):
+        conv((X, None), rectangular)
+    assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
     with pytest.raises(TypeError, match="config is a dict"):
         build({})
 
@@ -235,7 +244,7 @@ def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
 
 @pytest.mark.parametrize("aggr", ["mean", "max"])
 def test_autocast_takes_wider_features_than_weights(aggr: str) -> None:
-    conv = SAGEConv(12, 3, aggr=aggr).bfloat16()
+    conv = SAGEConv(12, 3, aggr=aggr, project=True).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         out = conv(X, EDGES)
     torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
@@ -288,7 +297,7 @@ def test_gradient_of_edge_weights() -> None:
     edge_index, sizes = edges("square")
     weight = (torch.rand(edge_index.shape[1], dtype=torch.float64) + 0.5).requires_grad_()
     x = torch.randn(sizes[0], 3, dtype=torch.float64)
-    conv = GCNConv(3, 4).double()
+    conv = GCNConv(3, 4, improved=True).double()
     assert torch.autograd.gradcheck(lambda w: conv(x, edge_index, w), (weight,))
     # A graph that holds weights with gradients serves many backward passes.
     graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
@@ -377,7 +386,7 @@ def test_convolutions_take_rectangular_graphs_whose_destinations_are_the_first_s
     square, rectangular = (CSRGraph.from_edge_index(edge_index, None, sizes) for sizes in ((5, 5), (5, 2)))
     for conv in (
         GCNConv(12, 3, normalize=False), SAGEConv(12, 3, aggr="max"), SAGEConv(3, 12, aggr="sum"), SAGEConv(12, 3),
-        GATConv(12, 3, add_self_loops=False),
+        GATConv(12, 3, add_self_loops=False, residual=True), SAGEConv(12, 3, project=True),
     ):  # fmt: skip
         x = torch.randn(5, 12 if getattr(conv, "lin_l", None) is None else conv.lin_l.in_features)
         torch.testing.assert_close(conv(x, rectangular), conv(x, square)[:2])

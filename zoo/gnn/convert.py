@@ -15,9 +15,9 @@ from zoo.weights import Table, WeightMap
 
 # By the name of the model in both libraries: our config, their convolution, and its attributes that are fields of ours.
 _MODELS: dict[str, tuple[type[GNNConfig], str, tuple[str, ...]]] = {
-    "GCN": (GCNConfig, "GCNConv", ("add_self_loops", "normalize")),
-    "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops")),
-    "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize",)),
+    "GCN": (GCNConfig, "GCNConv", ("improved", "add_self_loops", "normalize")),
+    "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops", "residual")),
+    "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize", "root_weight", "project")),
 }
 # Our norm of each of theirs, and its options.
 _NORMS = {

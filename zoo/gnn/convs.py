@@ -2,9 +2,10 @@
 
 Each takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw ``edge_index``,
 which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources and D
-destinations, which are the first of the sources, features are of the sources and outputs of the destinations.
+destinations, outputs are of the destinations, and features a pair ([S, C_s], [D, C_d]); or those of the sources alone,
+of which the destinations are the first.
 
-Shape legend: N nodes, E edges, C channels, H heads.
+Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
 import math
@@ -22,6 +23,7 @@ from zoo.ops.csr import GraphTensors, attention, max_neighbours, mean_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
+Features: TypeAlias = Tensor | tuple[Tensor, Tensor]  # of all nodes, or of sources and of destinations
 VECTOR = 8  # values of half precision in 16 bytes
 MANY_NODES = 2**16  # from here on padding the weights pays off
 
@@ -40,17 +42,27 @@ class _Conv(nn.Module):
         """A parameter whose dtype and device the features must have."""
         return next(self.parameters())
 
-    def _tensors(self, graph: Graph, edge_weight: Tensor | None, x: Tensor, linear: nn.Linear) -> GraphTensors:
-        """Prepare a graph for features x, which go through a linear layer."""
+    def _tensors(
+        self, graph: Graph, edge_weight: Tensor | None, x: Features, *linears: nn.Linear | None
+    ) -> GraphTensors:
+        """Prepare a graph for features, each of which goes through a linear layer, or through none."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
-        validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
-        prepared = self._memory.prepare(graph, edge_weight, x, self.recipe)
-        check_nodes(x, prepared.num_sources, prepared.device)
-        if prepared.num_destinations > x.shape[0]:
-            raise ValueError(f"the graph has {prepared.num_destinations} destinations, which must be among its sources")
+        features = x if isinstance(x, tuple) else (x,)
+        for each, linear in zip(features, linears, strict=False):
+            channels = "C" if linear is None else linear.in_features
+            validate.tensor("x", each, f"N {channels}", kinds="floating", like=self.weight)
+        destinations = features[1].shape[0] if len(features) == 2 else None
+        prepared = self._memory.prepare(graph, edge_weight, features[0], self.recipe, destinations)
+        for each, count in zip(features, (prepared.num_sources, prepared.num_destinations), strict=False):
+            check_nodes(each, count, prepared.device)
+        if prepared.num_destinations > features[-1].shape[0]:
+            raise ValueError(
+                f"the graph has {prepared.num_destinations} destinations and x {features[-1].shape[0]} rows, of which "
+                "they must be the first; pass x=(sources, destinations)"
+            )
         return prepared.tensors
 
 
@@ -58,18 +70,19 @@ class GCNConv(_Conv):
     """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
     Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
-    neighbours are summed first, and the backward need not walk the edges.
+    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
+    with edge weights alone.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, add_self_loops: bool | None = None, normalize: bool = True,
-        bias: bool = True, input_layer: bool = False,
+        self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
+        normalize: bool = True, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         add_self_loops = normalize if add_self_loops is None else add_self_loops
         if add_self_loops and not normalize:
             raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
-        self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize)
+        self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize, improved=improved and add_self_loops)
         # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
@@ -86,48 +99,61 @@ class GCNConv(_Conv):
 
 
 class SAGEConv(_Conv):
-    """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv`` with a root weight.
+    """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
-    ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer`` is as for ``GCNConv``.
+    ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
+    is as for ``GCNConv``.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, aggr: str = "mean", normalize: bool = False, bias: bool = True,
-        input_layer: bool = False,
+        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
+        sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr = aggr
         self.normalize = normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
-        self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
-        self.lin_l = nn.Linear(in_channels, out_channels, bias=bias)
-        self.lin_r = nn.Linear(in_channels, out_channels, bias=False)
+        no_gradient = input_layer and not project
+        self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
+        # One product serves neighbours and the node itself.
+        self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
+        self.lin = nn.Linear(sources, sources) if project else None
+        self.lin_l = nn.Linear(sources, out_channels, bias=bias)
+        self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
 
-    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]."""
-        graph = self._tensors(graph, edge_weight, x, self.lin_l)
-        weights, bias = (self.lin_l.weight, self.lin_r.weight), self.lin_l.bias
-        fewer = graph.rowptr.shape[0] <= x.shape[0]
-        aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
-        if self.aggr == "max":
-            out = F.linear(max_neighbours(x, graph), weights[0])
-            root = x[: graph.rowptr.shape[0] - 1] if fewer else x
-            if out.dtype == root.dtype == weights[1].dtype:
-                # In place the second product adds to the first; out of place torch would copy the first.
-                out = out.addmm_(root, weights[1].t())
-            else:  # under autocast, which casts nothing for an in-place product
-                out = out + self.lin_r(root)
-            out = _add(out, bias)
-        elif self.aggregate_first or fewer:
-            # With fewer rows than the features have, a product before the sum would compute all of them.
-            out = F.linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias)
+    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]."""
+        graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
+        sources, root = x if isinstance(x, tuple) else (x, x)
+        weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
+        aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
+        if self.in_one and isinstance(x, Tensor):
+            assert self.lin_r is not None
+            weights = weight, self.lin_r.weight
+            if self.aggregate_first or fewer:
+                # With fewer rows than the features have, a product before the sum would compute all of them.
+                out = F.linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias)
+            else:
+                out = aggregate(_product(x, *weights), graph, own="add", bias=bias, channels=weight.shape[0])
         else:
-            # One product serves neighbours and the node itself.
-            table, width = _product(x, *weights), self.lin_l.out_features
-            out = aggregate(table, graph, own="add", bias=bias, channels=width)
+            if self.lin is not None:
+                sources = self.lin(sources).relu()
+            if self.aggregate_first:
+                out = F.linear(aggregate(sources, graph), weight)
+            else:
+                out = aggregate(F.linear(sources, weight), graph)
+            if self.lin_r is not None:
+                root = root[: graph.rowptr.shape[0] - 1] if fewer else root
+                if out.dtype == root.dtype == self.lin_r.weight.dtype:
+                    # In place the second product adds to the first; out of place torch would copy the first.
+                    out = out.addmm_(root, self.lin_r.weight.t())
+                else:  # under autocast, which casts nothing for an in-place product
+                    out = out + self.lin_r(root)
+            out = _add(out, bias)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
 
@@ -135,12 +161,14 @@ class GATConv(_Conv):
     """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
     ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
-    In training a neighbour is left out with probability ``dropout``.
+    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
+    left out with probability ``dropout``.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, heads: int = 1, concat: bool = True, negative_slope: float = 0.2,
-        dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
+        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
+        negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
+        residual: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         validate.count("heads", heads)
@@ -150,26 +178,45 @@ class GATConv(_Conv):
         self.concat = concat
         self.negative_slope = negative_slope
         self.dropout = dropout
-        self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
+        self.lin = self.lin_src = self.lin_dst = None
+        if isinstance(in_channels, int):
+            self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
+            own = in_channels
+        else:
+            sources, own = in_channels
+            self.lin_src = nn.Linear(sources, heads * out_channels, bias=False)
+            self.lin_dst = nn.Linear(own, heads * out_channels, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
+        self.res = nn.Linear(own, total, bias=False) if residual else None
         self.bias = nn.Parameter(torch.zeros(total)) if bias else None
         # Glorot for weights and attention vectors.
-        nn.init.xavier_uniform_(self.lin.weight)
+        for linear in (self.lin, self.lin_src, self.lin_dst, self.res):
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
         bound = math.sqrt(6.0 / (heads + out_channels))
         for vector in (self.att_src, self.att_dst):
             nn.init.uniform_(vector, -bound, bound)
 
-    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]."""
-        graph = self._tensors(graph, edge_weight, x, self.lin)
+    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
+        of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
+        assert of_sources is not None and of_own is not None
+        graph = self._tensors(graph, edge_weight, x, of_sources, of_own)
+        sources, own = x if isinstance(x, tuple) else (x, x)
         # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
         # from torch-geometric's by 1e-4, with the same error.
-        weight, heads = self.lin.weight, self.att_src.shape[1]
-        table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
-        dropout = self.dropout if self.training else 0.0
-        out = attention(table, None, heads, graph, self.negative_slope, dropout, average=not self.concat)
+        weight, a_destination = of_sources.weight, None
+        if isinstance(x, Tensor) and of_own is of_sources:
+            table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
+        else:
+            table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
+            a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
+        dropout, heads = self.dropout if self.training else 0.0, self.att_src.shape[1]
+        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
+        if self.res is not None:
+            out = out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own)
         return _add(out, self.bias)
 
 
@@ -274,8 +321,9 @@ def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Te
 
 # By the names that torch-geometric gives them.
 ACTIVATIONS: dict[str, type[nn.Module]] = {
-    **{"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "selu": nn.SELU, "gelu": nn.GELU, "silu": nn.SiLU},
-    **{"tanh": nn.Tanh, "sigmoid": nn.Sigmoid},
+    **{"relu": nn.ReLU, "relu6": nn.ReLU6, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "celu": nn.CELU, "selu": nn.SELU},
+    **{"gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus, "identity": nn.Identity},
+    **{"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "hardtanh": nn.Hardtanh, "hardswish": nn.Hardswish},
 }
 NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLayerNorm}
 

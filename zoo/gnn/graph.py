@@ -45,6 +45,7 @@ class Recipe(NamedTuple):
 
     self_loops: bool = False  # exactly one a node; of several the last one's weight counts
     normalize: bool = False  # weights are GCN's, w_ij / sqrt(d_i d_j) with weighted degrees d
+    improved: bool = False  # added self-loops weigh 2, if the graph has weights at all, as in torch-geometric
     mean: bool = False  # inverse degrees are there
     weighted: bool = True  # edge weights are used; a graph that has some is refused otherwise
 
@@ -210,7 +211,8 @@ class CSRGraph:
         weight = None
         if self._edge_weight is not None:
             given = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
-            weight = torch.cat([given, given.new_ones(1)]).index_select(0, structure.origin)
+            added = given.new_full((1,), 2.0 if self.recipe.improved else 1.0)
+            weight = torch.cat([given, added]).index_select(0, structure.origin)
         if self.recipe.normalize:
             weight = _normalized(structure, weight, self.weight_dtype)
         inverse_degree = None
@@ -278,7 +280,7 @@ def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
 class _Remembered(NamedTuple):
     edges: weakref.ref[Tensor]
     version: tuple[Any, ...] | None
-    num_nodes: int
+    num_nodes: tuple[int, int]
     graph: CSRGraph
 
 
@@ -296,8 +298,11 @@ class GraphMemory:
         return GraphMemory, ()
 
     @dynamo_disabled
-    def prepare(self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe) -> CSRGraph:
-        """Raw edges or any CSRGraph to what ``recipe`` asks for, for features x [N, C]."""
+    def prepare(
+        self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe,
+        destinations: int | None = None,
+    ) -> CSRGraph:  # fmt: skip
+        """Raw edges or any CSRGraph to what ``recipe`` asks for, for features x [S, C] and so many destinations, or S."""
         dtype = accumulation_dtype(x.dtype)
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
@@ -313,7 +318,7 @@ class GraphMemory:
             raise ValueError(f"edge_index is on {graph.device} and x on {x.device}; use edge_index.to({x.device})")
         if edge_weight is not None and not recipe.weighted:
             raise ValueError("edge_weight was given, but this layer does not use edge weights; leave it out")
-        prepared = self._remembered(graph, x.shape[0])
+        prepared = self._remembered(graph, (x.shape[0], x.shape[0] if destinations is None else destinations))
         if edge_weight is not None:
             prepared = prepared.with_weights(edge_weight)
         prepared = prepared.prepared(recipe, dtype)
@@ -322,7 +327,7 @@ class GraphMemory:
             self._captured.append(prepared)
         return prepared
 
-    def _remembered(self, edge_index: Tensor, num_nodes: int) -> CSRGraph:
+    def _remembered(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> CSRGraph:
         """The graph of raw edges, without weights."""
         key, entries, seen = id(edge_index), self._entries, (_version_of(edge_index), num_nodes)
         entry = entries.pop(key, None)

@@ -82,6 +82,7 @@ class GNNConfig:
 class GCNConfig(GNNConfig):
     """A GCN; see ``GCNConv``."""
 
+    improved: bool = False
     add_self_loops: bool | None = None
     normalize: bool = True
     bias: bool = True
@@ -106,6 +107,7 @@ class GATConfig(GNNConfig):
     negative_slope: float = 0.2
     add_self_loops: bool = True
     bias: bool = True
+    residual: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +123,8 @@ class SAGEConfig(GNNConfig):
 
     aggr: str = "mean"
     normalize: bool = False
+    root_weight: bool = True
+    project: bool = False
     bias: bool = True
 
 
@@ -145,9 +149,9 @@ PRESETS: dict[str, GNNConfig] = {
 
 # The convolution of a config, and the fields that it takes as arguments of the same names.
 _CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
-    GCNConfig: (GCNConv, ("add_self_loops", "normalize", "bias")),
-    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias")),
-    SAGEConfig: (SAGEConv, ("aggr", "normalize", "bias")),
+    GCNConfig: (GCNConv, ("improved", "add_self_loops", "normalize", "bias")),
+    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
+    SAGEConfig: (SAGEConv, ("aggr", "normalize", "root_weight", "project", "bias")),
 }
 
 
