@@ -47,6 +47,7 @@ RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
     "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
     "norm options": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, eps=1e-3, momentum=0.3)}),
+    "no statistics": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
     "frozen": (Bottleneck, [1, 1, 1, 1], {"norm_layer": FrozenBatchNorm2d}),
     "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
 }

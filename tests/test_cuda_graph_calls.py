@@ -311,9 +311,6 @@ def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_p
     pipe.set_progress_bar_config(disable=True)
     calls = [(32, 5.0), (16, 5.0), (32, 1.0), (32, 5.0)]
     expected = [images(*call) for call in calls]
-    if adapted:
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
     pipe.unet = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(pipe.unet), backend=backend))
     with zoo.enforce_budget(pipe.unet):
         for call, images_expected in zip(calls, expected, strict=True):

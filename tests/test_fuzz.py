@@ -418,7 +418,7 @@ def resnet_models(draw: Any) -> dict[str, Any]:
     kind = nn.GroupNorm if draw(rarely) else draw(one_of(nn.BatchNorm2d, FrozenBatchNorm2d))
     own: dict[str, Any] = {"num_groups": 2} if kind is nn.GroupNorm else {"eps": draw(one_of(1e-5, 1e-2))}
     if kind is nn.BatchNorm2d:
-        own |= {"momentum": draw(one_of(0.1, 0.5)), "track_running_stats": not draw(rarely)}
+        own |= {"momentum": draw(one_of(0.1, 0.5)), "track_running_stats": draw(st.booleans())}
     if kind is nn.GroupNorm:
         options["norm_layer"] = lambda channels: nn.GroupNorm(1, channels)
     else:
@@ -483,7 +483,10 @@ def unet_models(draw: Any) -> dict[str, Any]:
         "norm_eps": draw(one_of(1e-5, 1e-3)),
         "use_linear_projection": draw(st.booleans()),
         "upcast_attention": draw(st.booleans()),
-        "freq_shift": 1 if draw(rarely) else 0,
+        "flip_sin_to_cos": draw(st.booleans()),
+        "freq_shift": draw(one_of(0, 1)),
+        "center_input_sample": draw(st.booleans()),
+        "conv_in_kernel": draw(one_of(1, 3)),
         "act_fn": "relu" if draw(rarely) else "silu",
         "dual_cross_attention": draw(rarely),
     }

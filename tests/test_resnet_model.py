@@ -68,6 +68,8 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
         model(images)
     debug(norm="frozen").train()(torch.zeros(1, 3, 1, 1))
     assert model.eval()(torch.zeros(1, 3, 1, 1)).shape == (1, 10)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        debug(track_running_stats=False)(torch.zeros(1, 3, 32, 32))
 
 
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
@@ -307,6 +309,8 @@ def test_what_is_refused() -> None:
         fold_batch_norm(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="folded already"):
         fold_batch_norm(folded)
+    with pytest.raises(ValueError, match="track_running_stats is False"):
+        fold_batch_norm(trained(track_running_stats=False))
     with pytest.raises(ValueError, match="convolutions is 'slow', expected one of 'glue', 'fused'"):
         fold_batch_norm(model, convolutions="slow")
     with pytest.raises(ValueError, match="pointwise is 'gemm', expected one of 'convolution', 'matmul'"):

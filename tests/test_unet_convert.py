@@ -44,7 +44,36 @@ def test_timesteps_in_every_form() -> None:
             assert reference.relative_error(ours(**inputs).sample, theirs(**inputs).sample) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["sd", "xl", "three levels", "one level"])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("case", ["sd", "xl"])
+def test_masks_of_the_text(case: str, kind: torch.dtype) -> None:
+    theirs = reference.make(case)
+    ours = zoo.from_upstream(theirs)
+    inputs = reference.inputs(theirs)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 0, 0], [1, 0, 1, 1, 1, 1, 1]]).to(kind)
+    with torch.no_grad():
+        whole = ours(**inputs).sample
+        expected = theirs(**inputs, encoder_attention_mask=mask).sample
+        found = ours(**inputs, encoder_attention_mask=mask).sample
+        inputs["encoder_hidden_states"][mask == 0] = 100.0
+        blind = ours(**inputs, encoder_attention_mask=mask).sample
+    assert reference.relative_error(found, expected) < 1e-5
+    assert reference.relative_error(found, whole) > 1e-3
+    assert reference.relative_error(blind, found) < 1e-5
+
+
+def test_masks_of_pixels() -> None:
+    theirs = reference.make("one level")
+    ours = zoo.from_upstream(theirs)
+    inputs = reference.inputs(theirs, height=8, width=6)
+    mask = (torch.arange(48) % 3 != 0).float().expand(2, -1)
+    with torch.no_grad():
+        expected = theirs(**inputs, attention_mask=mask).sample
+        assert reference.relative_error(ours(**inputs, attention_mask=mask).sample, expected) < 1e-5
+        assert reference.relative_error(ours(**inputs).sample, expected) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["sd", "xl", "three levels", "one level", "uneven depths"])
 def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
@@ -168,8 +197,11 @@ def test_configs_that_are_refused(tmp_path: Path) -> None:
         ({"encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim_type='text_proj'"),
         ({"cross_attention_dim": [24, 32]}, r"cross_attention_dim is \[24, 32\], expected a positive integer"),
         ({"norm_num_groups": None}, "norm_num_groups is None"),
-        ({"freq_shift": 1}, "freq_shift=1 is not supported: expected 0"),
-        ({"reverse_transformer_layers_per_block": [[2, 1], 1]}, "reverse_transformer_layers_per_block="),
+        (
+            {"reverse_transformer_layers_per_block": [[2, 1], 1, 1]},
+            r"is \(\(2, 1\), 1, 1\), expected a positive integer",
+        ),
+        ({"timestep_post_act": "silu"}, "timestep_post_act='silu' is not supported: expected None"),
         ({"brand_new": 1}, "brand_new=1"),
     ):
         (tmp_path / "config.json").write_text(

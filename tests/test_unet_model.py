@@ -71,13 +71,15 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
 # --- channels_last ---
 
 
-def test_sines_of_timesteps_are_diffusers_to_the_bit() -> None:
+@pytest.mark.parametrize("freq_shift", [0, 1])
+@pytest.mark.parametrize("cosines_first", [False, True])
+def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_shift: int) -> None:
     from diffusers.models.embeddings import get_timestep_embedding
 
     timesteps = torch.tensor([0, 1, 803, 999])
     for width in (6, 7, 320):
-        expected = get_timestep_embedding(timesteps, width, flip_sin_to_cos=True, downscale_freq_shift=0)
-        assert torch.equal(sinusoids(timesteps, width), expected)
+        expected = get_timestep_embedding(timesteps, width, cosines_first, freq_shift)
+        assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
 
 
 # --- what is refused ---

@@ -122,20 +122,37 @@ def lora(unet: Any, seed: int, convolutions: bool = True) -> dict[str, torch.Ten
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
 @pytest.mark.parametrize("kind", ["sd", "xl"])
-def test_lora_weights_that_were_fused_are_carried_over(kind: str, tmp_path: Path) -> None:
+def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
     pipe = pipeline(kind, tmp_path)
     plain = images(pipe)
-    pipe.load_lora_weights(lora(pipe.unet, 1), adapter_name="first")
-    pipe.load_lora_weights(lora(pipe.unet, 2, convolutions=False), adapter_name="second")
-    pipe.set_adapters(["first", "second"], [0.6, 0.9])
-    expected = images(pipe)
-    assert np.abs(expected - plain).max() > 1e-2
-    with pytest.raises(ValueError, match=r"has LoRA adapters; call pipe\.fuse_lora\(\) and pipe\.unload_lora_weights"):
-        zoo.from_upstream(pipe.unet)
-    pipe.fuse_lora(adapter_names=["first", "second"])
-    pipe.unload_lora_weights()
-    pipe.unet = zoo.from_upstream(pipe.unet)
+    base = pipe.unet
+    with_first = lora(base, 1)
+    with_second = lora(base, 2, convolutions=False)
+    pipe.load_lora_weights(with_first, adapter_name="first")
+    pipe.load_lora_weights(with_second, adapter_name="second")
+    for names, weights in ((["first"], [1.0]), (["first", "second"], [0.6, 0.9])):
+        pipe.set_adapters(names, weights)
+        expected = images(pipe)
+        converted = zoo.from_upstream(base)
+        assert set(converted.state_dict()) == set(zoo.create("unet-debug", **_fields(converted)).state_dict())
+        pipe.unet = converted
+        np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
+        assert np.abs(expected - plain).max() > 1e-2
+        pipe.unet = base
+    # The model that was converted keeps its adapters apart.
+    np.testing.assert_allclose(images(pipe), expected, atol=1e-5)
+    pipe.disable_lora()
+    pipe.unet = zoo.from_upstream(base)
+    np.testing.assert_allclose(images(pipe), plain, atol=5e-4)
+    pipe.unet = base
+    pipe.enable_lora()
+    pipe.fuse_lora()
+    pipe.unet = zoo.from_upstream(base)
     np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
+
+
+def _fields(model: UNet) -> dict[str, Any]:
+    return {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
 
 
 # --- folders ---

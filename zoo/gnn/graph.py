@@ -302,7 +302,7 @@ class GraphMemory:
         self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe,
         destinations: int | None = None,
     ) -> CSRGraph:  # fmt: skip
-        """Raw edges or any CSRGraph to what ``recipe`` asks for, for features x [S, C] and so many destinations, or S."""
+        """Raw edges or any CSRGraph to what ``recipe`` asks for; x [S, C], and S destinations if left out."""
         dtype = accumulation_dtype(x.dtype)
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:

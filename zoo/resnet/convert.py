@@ -58,7 +58,7 @@ def config_of(module: nn.Module) -> ResNetConfig:
         num_classes=getattr(module.fc, "out_features", 1), in_channels=getattr(module.conv1, "in_channels", 3),
         groups=module.groups, width_per_group=module.base_width, replace_stride_with_dilation=dilated,
         norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,
-        norm_momentum=getattr(norm, "momentum", 0.1),
+        norm_momentum=getattr(norm, "momentum", 0.1), track_running_stats=getattr(norm, "track_running_stats", True),
     )  # fmt: skip
     refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
     for name, child in module.named_modules():
@@ -71,9 +71,9 @@ def skeleton(config: ResNetConfig) -> nn.Module:
     """Torchvision's model on the meta device."""
     torchvision = upstream("torchvision.models.resnet")
 
-    options = {"eps": config.norm_eps}
+    options: dict[str, Any] = {"eps": config.norm_eps}
     if config.norm == "batch":
-        options["momentum"] = config.norm_momentum
+        options |= {"momentum": config.norm_momentum, "track_running_stats": config.track_running_stats}
     with torch.device("meta"):
         module: Any = torchvision.ResNet(
             torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock, list(config.layers),
@@ -124,12 +124,15 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
     A norm's scale goes into the weights of the convolution before it and its shift into the bias; a shortcut's shift
     goes into the bias that it is added to. Folded in float64 and rounded once to the weights' dtype. The result is in
     eval mode, without gradients, with ``config.folding`` set to ``Folding(convolutions=..., pointwise=...)``. TypeError
-    or ValueError if the model is no ResNet of the zoo, is folded already, or an option is unknown.
+    or ValueError if the model is no ResNet of the zoo, is folded already, its norms keep no running statistics, or an
+    option is unknown.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
     if model.config.folding is not None:
         raise ValueError("the batch norms of this model are folded already; fold the one it came from")
+    if not model.config.track_running_stats:
+        raise ValueError("track_running_stats is False: norms that use each batch cannot be folded")
     folding = Folding(convolutions=convolutions, pointwise=pointwise)
     with torch.device("meta"):
         folded = ResNet(dataclasses.replace(model.config, folding=folding))

@@ -79,6 +79,7 @@ class ResNetConfig:
         in_channels: Channels of the images.
         norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
         norm_momentum: Share of a batch's statistics in the running ones, with ``norm="batch"``.
+        track_running_stats: False for batch norms that use each batch's own statistics in eval mode too.
         folding: How a model runs whose norms are folded; None for one with norms.
     """
 
@@ -92,6 +93,7 @@ class ResNetConfig:
     norm: str = "batch"
     norm_eps: float = 1e-5
     norm_momentum: float = 0.1
+    track_running_stats: bool = True
     zero_init_residual: bool = False
     folding: Folding | None = None
 
@@ -172,7 +174,8 @@ def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
         return None
     if config.norm == "frozen":
         return FrozenBatchNorm(channels, config.norm_eps)
-    return nn.BatchNorm2d(channels, config.norm_eps, config.norm_momentum)
+    options = config.norm_eps, config.norm_momentum, True, config.track_running_stats
+    return nn.BatchNorm2d(channels, *options)
 
 
 def _norm_of(norm: Any) -> Norm:
@@ -188,8 +191,8 @@ def _norm_of(norm: Any) -> Norm:
             "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
         )
     batches, momentum = (norm.num_batches_tracked, norm.momentum) if norm.training else (None, 0.0)
-    statistics = norm.running_mean, norm.running_var
-    return Norm(norm.weight, norm.bias, *statistics, batches, norm.training, momentum, norm.eps)
+    statistics, of_batch = (norm.running_mean, norm.running_var), norm.training or norm.running_mean is None
+    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, momentum, norm.eps)
 
 
 class Unit(nn.Module):

@@ -15,7 +15,7 @@ Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,10 @@ ENTRY_EPS, EPS = 1e-6, 1e-5
 _TYPES = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }  # fmt: skip
-_PER_LEVEL = ("transformer_layers_per_block", "num_attention_heads")
+_PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
+_REVERSED = "reverse_transformer_layers_per_block"
+
+Depths: TypeAlias = tuple[int | tuple[int, ...], ...]  # of the transformers of each level, or of each one of a level
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +71,12 @@ class UNetConfig:
         down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
         up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level.
         layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
-        transformer_layers_per_block: Blocks of the transformers of each level.
+        transformer_layers_per_block: Blocks of the transformers of each level, or of each transformer of it.
+        reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
         addition_embed_type: ``"text_time"`` for a pooled condition and sizes besides the timestep, as SDXL has.
         projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
         time_cond_proj_dim: Width of a further condition (guidance scale), or None.
+        time_embedding_dim: Width of the embedded timestep; four times the first level's when left out.
         upcast_attention: Kept for the checkpoint; attention accumulates in float32 in any case.
         sample_size: Height and width of the samples that it was trained on; for pipelines.
     """
@@ -81,36 +86,55 @@ class UNetConfig:
     block_out_channels: tuple[int, ...]
     down_block_types: tuple[str, ...]
     up_block_types: tuple[str, ...]
-    layers_per_block: int
-    transformer_layers_per_block: int | tuple[int, ...]
+    layers_per_block: int | tuple[int, ...]
+    transformer_layers_per_block: int | Depths
     num_attention_heads: int | tuple[int, ...]
     cross_attention_dim: int
+    reverse_transformer_layers_per_block: Depths | None = None
     use_linear_projection: bool = False
     addition_embed_type: str | None = None
     addition_time_embed_dim: int | None = None
     projection_class_embeddings_input_dim: int | None = None
     time_cond_proj_dim: int | None = None
+    time_embedding_dim: int | None = None
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
     dropout: float = 0.0
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    downsample_padding: int = 1
+    center_input_sample: bool = False
+    conv_in_kernel: int = 3
+    conv_out_kernel: int = 3
     upcast_attention: bool = False
     sample_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
         # Lists are common in configurations that come from files, and not equal to tuples.
-        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL):
-            value = getattr(self, name)
+        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL, _REVERSED):
+            value = _frozen(getattr(self, name))
             value = (value,) * levels if name in _PER_LEVEL and isinstance(value, int) else value
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        whole = ("in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "norm_num_groups")
-        validate.positive(self, *whole)
+            object.__setattr__(self, name, value)
+        kernels = ("conv_in_kernel", "conv_out_kernel")
+        validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", *kernels)
+        for name in kernels:
+            if getattr(self, name) % 2 == 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected an odd number: others change the size")
+        validate.one_of(self, "downsample_padding", (0, 1))
         validate.one_of(self, "addition_embed_type", (None, "text_time"))
         if self.addition_embed_type == "text_time":
             validate.positive(self, "addition_time_embed_dim", "projection_class_embeddings_input_dim")
-        for name in ("block_out_channels", *_PER_LEVEL):
+        depths: Any = self.transformer_layers_per_block
+        if self.reverse_transformer_layers_per_block is None and any(isinstance(depth, tuple) for depth in depths):
+            raise ValueError(f"transformer_layers_per_block is {depths}: depths of each transformer need {_REVERSED}")
+        for name in ("block_out_channels", *_PER_LEVEL, _REVERSED):
             values = getattr(self, name)
-            if not levels or len(values) != levels or not all(map(validate.is_count, values)):
+            nested = name.endswith("transformer_layers_per_block")
+            if name == _REVERSED and values is None:
+                continue
+            counts = [each for value in values for each in (value if nested and isinstance(value, tuple) else (value,))]
+            if not levels or len(values) != levels or not all(map(validate.is_count, counts)):
                 raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
         for name, known in _TYPES.items():
             values = getattr(self, name)
@@ -124,6 +148,11 @@ class UNetConfig:
                 raise ValueError(f"num_attention_heads has {block.heads}, which does not divide {block.outputs}")
 
     @property
+    def time_width(self) -> int:
+        """Width of the embedded timestep."""
+        return self.time_embedding_dim or 4 * self.block_out_channels[0]
+
+    @property
     def reduction(self) -> int:
         """Pixels of the sample's side for one of the smallest level's."""
         return int(2 ** (len(self.block_out_channels) - 1))
@@ -131,36 +160,47 @@ class UNetConfig:
     def down(self) -> tuple[LevelShape, ...]:
         """The levels on the way down, the largest size first."""
         widths, levels = self.block_out_channels, []
+        layers: Any = self.layers_per_block
         for level, kind in enumerate(self.down_block_types):
-            inputs = widths[max(level - 1, 0)], *[widths[level]] * (self.layers_per_block - 1)
-            blocks = tuple(self._block(level, each, 0, kind) for each in inputs)
+            inputs = widths[max(level - 1, 0)], *[widths[level]] * (layers[level] - 1)
+            blocks = self._blocks(level, kind, self.transformer_layers_per_block, inputs, [0] * layers[level])
             levels.append(LevelShape(blocks=blocks, resample=level < len(widths) - 1))
         return tuple(levels)
 
     def middle(self) -> LevelShape:
         """The blocks in the middle: the first has a transformer, the second none."""
-        last = len(self.block_out_channels) - 1
-        kinds = "CrossAttnDownBlock2D", "DownBlock2D"
-        blocks = tuple(self._block(last, self.block_out_channels[last], 0, kind) for kind in kinds)
+        last, width = len(self.block_out_channels) - 1, self.block_out_channels[-1:]
+        depths, kinds = self.transformer_layers_per_block, ("CrossAttnDownBlock2D", "DownBlock2D")
+        blocks = tuple(self._blocks(last, kind, depths, width, [0])[0] for kind in kinds)
         return LevelShape(blocks=blocks, resample=False)
 
     def up(self) -> tuple[LevelShape, ...]:
         """The levels on the way up, the smallest size first; the last block of each takes the level's own input."""
         widths, last, levels = self.block_out_channels, len(self.block_out_channels) - 1, []
+        layers: Any = self.layers_per_block
+        depths: Any = self.transformer_layers_per_block
+        if self.reverse_transformer_layers_per_block is not None:
+            depths = self.reverse_transformer_layers_per_block[::-1]
         for level, kind in zip(range(last, -1, -1), self.up_block_types, strict=True):
-            own = [widths[level]] * self.layers_per_block
+            own = [widths[level]] * layers[level]
             inputs, skips = (widths[min(level + 1, last)], *own), (*own, widths[max(level - 1, 0)])
-            blocks = tuple(self._block(level, *each, kind) for each in zip(inputs, skips, strict=True))
-            levels.append(LevelShape(blocks=blocks, resample=level > 0))
+            levels.append(LevelShape(blocks=self._blocks(level, kind, depths, inputs, skips), resample=level > 0))
         return tuple(levels)
 
-    def _block(self, level: int, inputs: int, skip: int, kind: str) -> BlockShape:
-        depths: Any = self.transformer_layers_per_block
+    def _blocks(
+        self, level: int, kind: str, depths: Any, inputs: Sequence[int], skips: Sequence[int]
+    ) -> tuple[BlockShape, ...]:
+        """The blocks of a level, the largest level being 0, with these channels of the block before and of the skip."""
         heads: Any = self.num_attention_heads
-        return BlockShape(
-            inputs=inputs, skip=skip, outputs=self.block_out_channels[level], heads=heads[level],
-            depth=depths[level] if kind.startswith("CrossAttn") else None,
-        )  # fmt: skip
+        depth = depths[level] if kind.startswith("CrossAttn") else None
+        depth = depth if isinstance(depth, tuple) else (depth,) * len(inputs)
+        if len(depth) < len(inputs):
+            raise ValueError(f"transformer_layers_per_block has {depth} for a level of {len(inputs)} transformers")
+        outputs = self.block_out_channels[level]
+        return tuple(
+            BlockShape(inputs=each, skip=skip, outputs=outputs, depth=own, heads=heads[level])
+            for each, skip, own in zip(inputs, skips, depth, strict=False)
+        )
 
     def levels(self) -> tuple[LevelShape, ...]:
         """All levels in the order in which they run."""
@@ -179,6 +219,10 @@ class UNetConfig:
                 reduction *= 2
                 found.append((level.blocks[-1].outputs, reduction))
         return tuple(found)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 # Of Stable Diffusion 1 and 2, and diffusers' defaults.
@@ -303,11 +347,15 @@ class TransformerBlock(nn.Module):
         self.mlp_in = nn.Linear(width, 8 * width)
         self.mlp_out = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None, self_bias: Tensor | None = None,
+        text_bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> the same.
 
         Text [B, L, 2 C] holds keys and values side by side. ``ends`` are given to the only block of a transformer:
-        weight and bias of its norm, of the product before the block and of the one after it.
+        weight and bias of its norm, of the product before the block and of the one after it. The biases [B, 1, 1, T]
+        and [B, 1, 1, L], or None, are added to the scores of self-attention and of attention to the text.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -318,12 +366,12 @@ class TransformerBlock(nn.Module):
         normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
         # One unbind, whose backward is one stack of the three gradients.
         q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
-        attended = product(short_attention(q, k, v), self.self_out)
+        attended = product(short_attention(q, k, v, self_bias), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
         x, normed = add_norm(attended, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
         q = product(normed, self.query).view(batch, -1, *heads)
         k, v = text.unflatten(2, (2, *heads)).unbind(2)
-        attended = short_attention(q, k, v)
+        attended = short_attention(q, k, v, text_bias)
         attended = linear(attended, text_out.weight) if text_bias_ahead else text_out(attended)
         ahead = mlp_out.bias if mlp_bias_ahead else None
         x, normed = add_norm(attended, x, self.norm3.weight, self.norm3.bias, ahead, EPS)
@@ -372,15 +420,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
 
-    def forward(self, x: Tensor, texts: Sequence[Tensor]) -> Tensor:
-        """[B, C, H, W], and keys and values [B, L, 2 C] for each block -> [B, C, H, W]."""
+    def forward(self, x: Tensor, texts: Sequence[Tensor], *biases: Tensor | None) -> Tensor:
+        """[B, C, H, W], keys and values [B, L, 2 C] for each block, and both biases of scores -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            return self.blocks[0](x, texts[0], ends)
+            return self.blocks[0](x, texts[0], ends, *biases)
         rows = enter(x, ends, self.groups)
         for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text)
+            rows = block(rows, text, None, *biases)
         return leave(rows, x, ends)
 
 
@@ -390,6 +438,8 @@ class Conditioning:
 
     shifts: Sequence[Tensor]  # [B, C] for each resnet block
     texts: Sequence[Sequence[Tensor]]  # for each, keys and values [B, L, 2 C] for all transformer blocks after it
+    self_bias: Tensor | None  # [B, 1, 1, T], added to scores of self-attention
+    text_bias: Tensor | None  # [B, 1, 1, L], added to scores of attention to the text
 
 
 class Level(nn.Module):
@@ -402,7 +452,8 @@ class Level(nn.Module):
             nn.Identity() if block.depth is None else Transformer(config, block) for block in shape.blocks
         )
         width, up = shape.blocks[-1].outputs, shape.blocks[0].skip > 0
-        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1) if shape.resample and not up else None
+        halve, padding = shape.resample and not up, config.downsample_padding
+        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=padding) if halve else None
         self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample and up else None
 
     def forward(self, x: Tensor, conditioning: Conditioning, skips: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -414,9 +465,9 @@ class Level(nn.Module):
         for index, (resnet, transformer) in enumerate(zip(self.resnets, self.transformers, strict=True)):
             x = resnet(x, None if skips is None else skips[index], conditioning.shifts[index])
             if isinstance(transformer, Transformer):
-                x = transformer(x, conditioning.texts[index])
+                x = transformer(x, conditioning.texts[index], conditioning.self_bias, conditioning.text_bias)
             if skips is None:
                 outputs.append(x)
         if self.downsample is not None:
-            outputs.append(conv(x, self.downsample))
+            outputs.append(conv(x if any(self.downsample.padding) else F.pad(x, (0, 1, 0, 1)), self.downsample))
         return outputs or [x if self.upsample is None else conv(upsample(x), self.upsample)]

@@ -4,6 +4,7 @@ Their queries, keys and values of self-attention are rows of one tensor here, an
 cross-attentions, and all blocks' products with the timestep.
 """
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.files import locate, upstream
 from zoo.unet.blocks import SD, UNetConfig
@@ -50,10 +51,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "num_attention_heads": (None,), "dual_cross_attention": (False,), "class_embed_type": (None,),
     "num_class_embeds": (None,), "class_embeddings_concat": (False,), "resnet_time_scale_shift": ("default",),
     "resnet_skip_time_act": (False,), "time_embedding_type": ("positional",), "time_embedding_act_fn": (None,),
-    "time_embedding_dim": (None,), "timestep_post_act": (None,), "attention_type": ("default",),
-    "cross_attention_norm": (None,), "addition_embed_type_num_heads": (64,), "flip_sin_to_cos": (True,),
-    "freq_shift": (0,), "center_input_sample": (False,), "conv_in_kernel": (3,), "conv_out_kernel": (3,),
-    "downsample_padding": (1,), "reverse_transformer_layers_per_block": (None,),
+    "timestep_post_act": (None,), "attention_type": ("default",), "cross_attention_norm": (None,),
+    "addition_embed_type_num_heads": (64,),
 }  # fmt: skip
 _STEM = "diffusion_pytorch_model"
 # Files to fetch from the hub: weights once, whole or in shards.
@@ -70,6 +69,9 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
         if name not in {*_SAME, *_FIXED, *_IGNORED, "attention_head_dim"} and not name.startswith("_"):
             _refuse(name, value, "the zoo does not know this option")
     given = {**_THEIR_DEFAULTS, **theirs}
+    width = given["cross_attention_dim"]
+    if isinstance(width, (list, tuple)) and len(set(width)) == 1:
+        given["cross_attention_dim"] = width[0]  # of each level; there is one text for all
     # Their attention_head_dim counts heads, an old mistake that checkpoints rely on.
     heads = given["attention_head_dim"]
     return UNetConfig(num_attention_heads=heads, **{name: given[name] for name in _SAME if name in given})
@@ -79,8 +81,8 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
     """The zoo's configuration as diffusers' options."""
     options = {name: getattr(config, name) for name in _SAME}
     options["attention_head_dim"] = config.num_attention_heads
-    for name in ("transformer_layers_per_block", "attention_head_dim"):
-        if len(set(options[name])) == 1:
+    for name in ("layers_per_block", "transformer_layers_per_block", "attention_head_dim"):
+        if len(set(options[name])) == 1 and not isinstance(options[name][0], tuple):
             options[name] = options[name][0]  # as most checkpoints have it
     return options
 
@@ -161,11 +163,9 @@ def skeleton(config: UNetConfig) -> Any:
 
 
 def _check_unchanged(module: Any, expected: nn.Module) -> None:
-    """Refuse a model that was changed after it was built."""
+    """Refuse a model that was changed after it was built, adapters of LoRA apart."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
-    if getattr(module, "peft_config", None):
-        raise ValueError("the model has LoRA adapters; call pipe.fuse_lora() and pipe.unload_lora_weights() first")
     if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
     for name, processor in module.attn_processors.items():
@@ -174,13 +174,45 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
                 f"{name} is a {type(processor).__name__}, which is not supported; call unfuse_qkv_projections() or "
                 "set_attn_processor(AttnProcessor2_0()) first"
             )
-    refuse_changed(dict(module.named_modules()), expected, _refuse)
+    theirs = {
+        name.replace(".base_layer", ""): child.get_base_layer() if _is_adapted(child) else child
+        for name, child in module.named_modules()
+        if not _of_lora(name)
+    }
+    refuse_changed(theirs, expected, _refuse)
+
+
+def _of_lora(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Whether peft has put adapters on a layer."""
+    return hasattr(module, "get_base_layer")
+
+
+def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All tensors by the names that they have without adapters, with active adapters merged into them."""
+    own = ((name, tensor) for name, tensor in module.named_parameters() if not _of_lora(name))
+    tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): tensor for name, tensor in own}
+    for name, child in module.named_modules():
+        if _is_adapted(child):
+            # A merged layer uses what is merged alone, unless its adapters are off.
+            layer: Any = copy.deepcopy(child)
+            if layer.disable_adapters and layer.merged:
+                layer.unmerge()
+            elif not layer.disable_adapters and not layer.merged:
+                layer.merge(safe_merge=True)
+            for kind, tensor in layer.get_base_layer().named_parameters():
+                key = f"{name}.{kind}"
+                tensors[key] = tensor.detach().requires_grad_(tensors[key].requires_grad)
+    return tensors
 
 
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
-    read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
+    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
     use_fields=("sample_size", "upcast_attention", "dropout"),
 )  # fmt: skip
 placements = WEIGHTS.placements

@@ -59,7 +59,7 @@ class Conditions(nn.Module):
     def __init__(self, config: UNetConfig) -> None:
         super().__init__()
         self.config = config
-        width = 4 * config.block_out_channels[0]
+        width = config.time_width
         self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
         self.add_embedding = None
         if config.addition_embed_type == "text_time":
@@ -74,12 +74,13 @@ class Conditions(nn.Module):
         """
         config = self.config
         dtype = self.time_embedding.linear_1.weight.dtype
-        embedded = sinusoids(timesteps, config.block_out_channels[0])
+        options = config.flip_sin_to_cos, config.freq_shift
+        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
         embedded = self.time_embedding(embedded.to(dtype), cond)
         if self.add_embedding is None:
             return embedded
         assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim).flatten(1)
+        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
         pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
         return embedded + self.add_embedding(pooled.to(dtype))
 
@@ -120,13 +121,13 @@ class TextProjections(nn.Module):
         return linear(text, self.weight)
 
 
-def sinusoids(values: Tensor, width: int) -> Tensor:
-    """[...] -> [..., width] in float32: cosines and sines of falling frequencies."""
+def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: int) -> Tensor:
+    """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
     half = width // 2
     # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
-    angles = values.float()[..., None] * torch.exp(exponents / half)
-    joined = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    angles = values.float()[..., None] * torch.exp(exponents / (half - freq_shift))
+    joined = torch.cat([angles.cos(), angles.sin()] if cosines_first else [angles.sin(), angles.cos()], dim=-1)
     return F.pad(joined, (0, 1)) if width % 2 else joined
 
 
@@ -169,16 +170,17 @@ class UNet(nn.Module):
         self.config = config
         first, blocks = config.block_out_channels[0], config.blocks()
         self.conditions = Conditions(config)
-        self.time_projections = TimeProjections(4 * first, [block.outputs for block in blocks])
+        self.time_projections = TimeProjections(config.time_width, [block.outputs for block in blocks])
         attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
         self.text_projections = TextProjections(config.cross_attention_dim, attending)
-        self.conv_in = nn.Conv2d(config.in_channels, first, 3, padding=1)
+        kernels = config.conv_in_kernel, config.conv_out_kernel
+        self.conv_in = nn.Conv2d(config.in_channels, first, kernels[0], padding=kernels[0] // 2)
         self.down = nn.ModuleList(Level(config, level) for level in config.down())
         self.middle = Level(config, config.middle())
         self.up = nn.ModuleList(Level(config, level) for level in config.up())
         self._depths = [[block.depth or 0 for block in level.blocks] for level in config.levels()]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
-        self.conv_out = nn.Conv2d(first, config.out_channels, 3, padding=1)
+        self.conv_out = nn.Conv2d(first, config.out_channels, kernels[1], padding=kernels[1] // 2)
         keep_channels_last(self)
 
     @property
@@ -199,11 +201,11 @@ class UNet(nn.Module):
     def forward(
         self, sample: Tensor, timestep: Tensor | float | int | TimeShifts,
         encoder_hidden_states: Tensor | TextKeysValues, class_labels: None = None, timestep_cond: Tensor | None = None,
-        attention_mask: None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
+        attention_mask: Tensor | None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
         added_cond_kwargs: Mapping[str, Tensor] | None = None,
         down_block_additional_residuals: Sequence[Tensor] | None = None,
         mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
-        encoder_attention_mask: None = None, return_dict: bool = True,
+        encoder_attention_mask: Tensor | None = None, return_dict: bool = True,
     ) -> UNetOutput:  # fmt: skip
         """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
@@ -217,13 +219,14 @@ class UNet(nn.Module):
             encoder_hidden_states: [B, L, D]; or ``TextKeysValues``.
             class_labels: Not supported.
             timestep_cond: [B, F] with ``config.time_cond_proj_dim``.
-            attention_mask: Not supported.
+            attention_mask: [B, T], 0 for pixels that none sees in self-attention; for models with transformers of one
+                size, T pixels, alone.
             cross_attention_kwargs: Nothing but ``{"scale": 1.0}``: LoRA weights are merged on conversion.
             added_cond_kwargs: ``text_embeds`` [B, X] and ``time_ids`` [B, Y] with ``addition_embed_type``.
             down_block_additional_residuals: Of a ControlNet, added to the skip connections, one for each.
             mid_block_additional_residual: Of a ControlNet, added after the middle.
             down_intrablock_additional_residuals: Not supported.
-            encoder_attention_mask: Not supported.
+            encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
             return_dict: Either way the result is a tuple with a name in it.
 
         Raises:
@@ -231,7 +234,7 @@ class UNet(nn.Module):
         """
         config, weight = self.config, self.conv_in.weight
         _refuse(
-            class_labels=class_labels, attention_mask=attention_mask, encoder_attention_mask=encoder_attention_mask,
+            class_labels=class_labels,
             down_intrablock_additional_residuals=down_intrablock_additional_residuals,
         )  # fmt: skip
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
@@ -248,12 +251,14 @@ class UNet(nn.Module):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
         _check_projected(self, shifts, keys_values, sample)
+        _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
-        x = conv(x, self.conv_in)
+        x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
         if wait is not None:
             wait()
-        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values)
+        masks = attention_mask, encoder_attention_mask
+        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, masks)
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
@@ -292,14 +297,17 @@ class UNet(nn.Module):
         validate.tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
-    def _conditioning(self, shifts: Tensor, keys_values: Tensor) -> list[Conditioning]:
+    def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
         """[B, S], [B, L, K] and masks of pixels and text -> what each level takes, in the order in which they run."""
         own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
         texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
+        # As diffusers: 0 where a token is seen, and -10000 where it is not.
+        dtype = keys_values.dtype
+        biases = [None if mask is None else ((1 - mask.to(dtype)) * -10000.0)[:, None, None] for mask in masks]
         found = []
         for depths in self._depths:
             own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
-            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts))
+            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, *biases))
         return found
 
 
@@ -407,6 +415,25 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
     channels = model.text_projections.weight.shape[0]
     hint = "; use this model's text_keys_values, with a row for each row of the sample"
     validate.tensor("encoder_hidden_states", keys_values, f"{batch} L {channels}", hint=hint, **of_sample)
+
+
+def _check_masks(
+    attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
+) -> None:
+    (batch, _, height, width), levels = sample.shape, len(config.block_out_channels)
+    options: dict[str, Any] = {"like": sample.device, "like_name": "sample", "hint": ": 1 is seen and 0 is not"}
+    if text_mask is not None:
+        validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", **options)
+    if attention_mask is not None:
+        halvings = (*range(levels), levels - 1, *range(levels)[::-1])
+        attending = zip(halvings, config.levels(), strict=True)
+        sizes = sorted({height * width // 4**times for times, level in attending if level.blocks[0].depth is not None})
+        if len(sizes) != 1:
+            raise ValueError(
+                f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
+                "leave it out (encoder_attention_mask hides tokens of the text)"
+            )
+        validate.tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", **options)
 
 
 def _check_residuals(
