@@ -76,7 +76,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dropout": 1.5}, r"dropout is 1\.5"),
         ({"normalize": False, "add_self_loops": True}, "add_self_loops is True and normalize False"),
         ({"act": "nope"}, "act is 'nope'"),
-        ({"act": "elu", "act_kwargs": {"beta": 1}}, "act_kwargs has beta"),
+        ({"act": "elu", "act_kwargs": {"beta": 1}}, "act_kwargs is .*, which elu does not take"),
         ({"norm": "nope"}, "norm is 'nope'"),
         ({"norm": "layer", "norm_kwargs": {"mode": "edge"}}, "mode='edge'"),
     ],

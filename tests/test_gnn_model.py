@@ -197,8 +197,12 @@ def calls() -> dict[str, tuple[Callable[[], object], str]]:
                 lambda conv=conv: conv(X, rectangular),
                 r"the graph has 6 destinations and x 5 rows, .* pass x=\(sources, destinations\)",
             )
-            for conv in (GCNConv(12, 3, normalize=False), SAGEConv(12, 3), GATConv(12, 3))
+            for conv in (SAGEConv(12, 3), GATConv(12, 3))
         },
+        "a pair of widths and one of features": (
+            lambda: SAGEConv((12, 4), 3)(X, graph),
+            r"shape \[5, 12\], expected \[N, 4\]",
+        ),
         "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
         "heads": (lambda: GATConv(3, 3, heads=0), "heads is 0, expected a positive integer"),
         "dropout": (lambda: GATConv(3, 3, dropout=2.0), "dropout is 2.0, expected a probability"),
@@ -227,7 +231,7 @@ def test_misuse(name: str) -> None:
 
 def test_foreign_objects() -> None:
     conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
-    with pytest.raises(TypeError, match="x is a NoneType, expected a dense tensor"):
+    with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
         conv((X, None), rectangular)
     assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
     with pytest.raises(TypeError, match="config is a dict"):
@@ -381,7 +385,7 @@ def test_a_moved_or_copied_graph_gives_the_same_tensors_for_every_recipe() -> No
                     assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
 
 
-def test_convolutions_take_rectangular_graphs_whose_destinations_are_the_first_sources() -> None:
+def test_convolutions_take_rectangular_graphs() -> None:
     edge_index = torch.tensor([[4, 0, 3, 2], [0, 1, 1, 0]])
     square, rectangular = (CSRGraph.from_edge_index(edge_index, None, sizes) for sizes in ((5, 5), (5, 2)))
     for conv in (
@@ -390,6 +394,8 @@ def test_convolutions_take_rectangular_graphs_whose_destinations_are_the_first_s
     ):  # fmt: skip
         x = torch.randn(5, 12 if getattr(conv, "lin_l", None) is None else conv.lin_l.in_features)
         torch.testing.assert_close(conv(x, rectangular), conv(x, square)[:2])
+    more = CSRGraph.from_edge_index(torch.tensor([[4, 0], [5, 1]]), None, (5, 6))
+    assert GCNConv(12, 3, normalize=False)(torch.randn(5, 12), more).shape == (6, 3)
 
 
 def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:

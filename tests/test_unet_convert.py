@@ -197,10 +197,7 @@ def test_configs_that_are_refused(tmp_path: Path) -> None:
         ({"encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim_type='text_proj'"),
         ({"cross_attention_dim": [24, 32]}, r"cross_attention_dim is \[24, 32\], expected a positive integer"),
         ({"norm_num_groups": None}, "norm_num_groups is None"),
-        (
-            {"reverse_transformer_layers_per_block": [[2, 1], 1, 1]},
-            r"is \(\(2, 1\), 1, 1\), expected a positive integer",
-        ),
+        ({"reverse_transformer_layers_per_block": [[2, 0], 1, 1]}, "expected a positive integer for each of 3 levels"),
         ({"timestep_post_act": "silu"}, "timestep_post_act='silu' is not supported: expected None"),
         ({"brand_new": 1}, "brand_new=1"),
     ):

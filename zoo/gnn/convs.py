@@ -45,23 +45,28 @@ class _Conv(nn.Module):
     def _tensors(
         self, graph: Graph, edge_weight: Tensor | None, x: Features, *linears: nn.Linear | None
     ) -> GraphTensors:
-        """Prepare a graph for features, each of which goes through a linear layer, or through none."""
+        """Prepare a graph for features that go through one layer or, of sources and destinations, through two."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
-        features = x if isinstance(x, tuple) else (x,)
-        for each, linear in zip(features, linears, strict=False):
-            channels = "C" if linear is None else linear.in_features
-            validate.tensor("x", each, f"N {channels}", kinds="floating", like=self.weight)
-        destinations = features[1].shape[0] if len(features) == 2 else None
-        prepared = self._memory.prepare(graph, edge_weight, features[0], self.recipe, destinations)
-        for each, count in zip(features, (prepared.num_sources, prepared.num_destinations), strict=False):
-            check_nodes(each, count, prepared.device)
-        if prepared.num_destinations > features[-1].shape[0]:
+        sources: Any
+        own: Any
+        sources, own = x if isinstance(x, tuple) and len(linears) == 2 else (x, x)
+        for each, linear in zip((sources, own), linears, strict=False):
+            if linear is not None:
+                validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
+            elif not isinstance(each, Tensor):
+                found = type(each).__name__
+                raise TypeError(f"x of the destinations is a {found}, expected a tensor: torch.empty(D, 0)")
+        prepared = self._memory.prepare(graph, edge_weight, sources, self.recipe, own.shape[0])
+        check_nodes(sources, prepared.num_sources, prepared.device)
+        if own is not sources:
+            check_nodes(own, prepared.num_destinations, prepared.device)
+        elif len(linears) == 2 and prepared.num_destinations > own.shape[0]:
             raise ValueError(
-                f"the graph has {prepared.num_destinations} destinations and x {features[-1].shape[0]} rows, of which "
-                "they must be the first; pass x=(sources, destinations)"
+                f"the graph has {prepared.num_destinations} destinations and x {own.shape[0]} rows, of which they must "
+                "be the first; pass x=(sources, destinations)"
             )
         return prepared.tensors
 
@@ -90,7 +95,7 @@ class GCNConv(_Conv):
         nn.init.xavier_uniform_(self.lin.weight)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]."""
+        """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
         graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
             return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
