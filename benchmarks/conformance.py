@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from benchmarks.cli import run_command
-from zoo.engine.step_buffers import tensors_in
+from zoo.engine.captured import tensors_in
 
 OURS = "zoo"
 COLUMNS = ("eval", "three sizes", "training", "loop")

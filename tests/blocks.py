@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zoo import Region
 from zoo.engine.compile import plan_of
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "grad": nullcontext,
@@ -22,7 +22,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 def graphs_of(model: nn.Module) -> dict[str, int]:
     """Graphs of each region of a compiled model since it was compiled, by the region's name."""
     found: dict[str, int] = {}
-    for entry in LEDGER.of(plan_of(model).ledger_id):
+    for entry in GRAPH_LOG.of(plan_of(model).log_id):
         found[entry.region.__name__] = found.get(entry.region.__name__, 0) + entry.graphs
     return found
 

@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import zoo
 from zoo.__main__ import main
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.traced import Traced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +87,7 @@ def test_calls_like_those_saved_compile_nothing(folder: Path) -> None:
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), eager(model, x))
     assert graphs() == before
-    assert [entry.compile_id for entry in LEDGER.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
+    assert [entry.compile_id for entry in GRAPH_LOG.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
     with torch.no_grad():  # a shape that was not saved
         x = torch.randn(5, 8)
         assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
@@ -231,6 +231,16 @@ def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words,
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), eager(model, x))
     assert not (tmp_path / "harm").exists()
+
+
+def test_regions_of_another_model_are_refused(tmp_path: Path) -> None:
+    blocks = nn.Sequential(*Shifts().blocks).eval()
+    zoo.compile_regions(blocks, regions=[zoo.Region(Shifted, graphs=1)])
+    with torch.no_grad():
+        blocks(torch.randn(4, 8))
+    zoo.save_compiled(blocks, tmp_path / "compiled")
+    with pytest.raises(zoo.ArtifactError, match="how regions of a Linear are chosen; call zoo.compile_regions"):
+        zoo.load_compiled(nn.Linear(8, 8), tmp_path / "compiled")
 
 
 def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path) -> None:

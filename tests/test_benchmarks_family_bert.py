@@ -16,7 +16,7 @@ from benchmarks.worker import Handler
 from tests.workloads import Arms
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS
-from zoo.engine.step_buffers import shapes_of
+from zoo.engine.captured import shapes_of
 
 EPOCH = "epoch-4x32"
 STATIC = "epoch-static-4x32"

@@ -15,7 +15,7 @@ from zoo.bert import BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.model import PRESETS
 from zoo.bert.packing import filling_rows
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -312,7 +312,7 @@ def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None
     buckets = token_buckets(rows, length, steps=4)
     zoo.compile_regions(model, backend="eager")
     generator = torch.Generator().manual_seed(0)
-    before, seen = len(LEDGER.entries), Counter[int]()
+    before, seen = len(GRAPH_LOG.entries), Counter[int]()
     with torch.inference_mode(), zoo.enforce_budget(model):
         for index in range(1000):
             # Most rows are short; of some batches all are nearly as long as any.
@@ -323,7 +323,7 @@ def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None
             assert model(batch).pooler_output.shape == (rows, 32)
             seen[batch.input_ids.numel()] += 1
     assert set(seen) == set(buckets)
-    assert sum(entry.graphs for entry in LEDGER.entries[before:]) == len(buckets)
+    assert sum(entry.graphs for entry in GRAPH_LOG.entries[before:]) == len(buckets)
 
 
 @pytest.mark.gpu

@@ -16,9 +16,8 @@ from torch import nn
 
 import zoo
 from zoo import Region
-from zoo.engine.compile import _mode_and_options, plan_of
-from zoo.engine.graph_log import LEDGER
-from zoo.engine.region import in_process_on_gpus
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import GRAPH_LOG
 
 
 def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
@@ -30,9 +29,9 @@ def test_uncompile_restores_eager() -> None:
     model(torch.randn(2, 4))
     assert zoo.uncompile(model) is model
     assert plan_of(model) is None and all(m._compiled_call_impl is None for m in model.modules())
-    before = len(zoo.engine.graph_log.LEDGER.entries)
+    before = len(zoo.engine.graph_log.GRAPH_LOG.entries)
     model(torch.randn(7, 4))
-    assert len(zoo.engine.graph_log.LEDGER.entries) == before
+    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == before
     compiled(model)  # and it can be compiled again
 
 
@@ -121,9 +120,9 @@ def test_warm_up_in_training_compiles_the_backward_and_leaves_state_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
-    entries = len(zoo.engine.graph_log.LEDGER.entries)
+    entries = len(zoo.engine.graph_log.GRAPH_LOG.entries)
     model(x).sum().backward()
-    assert len(zoo.engine.graph_log.LEDGER.entries) == entries, "the backward was compiled by warm_up"
+    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == entries, "the backward was compiled by warm_up"
 
 
 def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,21 +131,22 @@ def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkey
     seen: list[tuple[int | None, bool, bool]] = []
 
     def spy(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **_: object) -> object:
+        assert config.size_asserts is (config.compile_threads == 2)  # Dynamo's guards have compared the sizes
         seen.append((config.compile_threads, config.coordinate_descent_tuning, config.triton.autotune_pointwise))
         return graph.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx._compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *args, **kwargs: spy(*args, **kwargs))
-    threads = {"compile_threads": 3}
+    threads, first = {"compile_threads": 3}, {"triton.autotune_pointwise": False}
     for own, kwargs, expected in (
         (threads, {}, (3, False, True)),
         (threads, {"mode": "max-autotune-no-cudagraphs"}, (3, True, True)),
-        (threads, {"options": {"compile_threads": 2}}, (2, False, True)),
-        ({**threads, "autotune_pointwise": False}, {}, (3, False, False)),
-        ({"autotune_pointwise": False}, {"mode": "max-autotune-no-cudagraphs"}, (config.compile_threads, True, False)),
-        ({"autotune_pointwise": False}, {"options": {"triton.autotune_pointwise": True}}, (ANY, False, True)),
+        (threads, {"options": {"compile_threads": 2, "size_asserts": True}}, (2, False, True)),
+        ({**threads, **first}, {}, (3, False, False)),
+        (first, {"mode": "max-autotune-no-cudagraphs"}, (config.compile_threads, True, False)),
+        (first, {"options": {"triton.autotune_pointwise": True}}, (ANY, False, True)),
     ):
-        cls, x = declared(Region(Block, **own)), torch.randn(2, 4)
+        cls, x = declared(Region(Block, options=own)), torch.randn(2, 4)
         torch.compiler.reset()
         with torch.no_grad():
             zoo.compile_regions(cls(Block(4), Block(4)), **kwargs)(x)
@@ -154,35 +154,22 @@ def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkey
         seen.clear()
 
 
-def test_compile_threads_may_depend_on_the_device_and_on_training() -> None:
-    asked: list[tuple[torch.device | None, bool]] = []
-    region = Region(Block, compile_threads=lambda *given: asked.append(given))
-    model = declared(region)(Block(4), Block(4))
-    assert region.threads(model) is None and region.threads(model.eval()) is None
-    assert asked == [(torch.device("cpu"), True), (torch.device("cpu"), False)]
-    assert region.threads(nn.Identity()) is None and asked[-1] == (None, True)
-    assert Region(Block, compile_threads=2).threads(model) == 2
-    with pytest.raises(ValueError, match="compile_threads gives 0"):
-        Region(Block, compile_threads=lambda device, training: 0).threads(model)
-    with pytest.raises(TypeError):
-        Region(Block, compile_threads="2")
-    # Not where candidates are tried, each a kernel.
-    region = Region(Block, compile_threads=lambda device, training: 1)
-    for mode, options, threads in (
-        (None, None, 1),
-        ("max-autotune-no-cudagraphs", None, None),
-        (None, {"max_autotune": True}, None),
-        (None, {"epilogue_fusion": True}, 1),
-    ):
-        how = _mode_and_options(region, model, mode, options, "inductor")["options"]
-        assert (how.get("compile_threads"), how.get("max_autotune", False)) == (threads, threads is None)
-    # Guards have compared the sizes.
-    assert _mode_and_options(region, model, None, None, "inductor")["options"]["size_asserts"] is False
-    assert _mode_and_options(region, model, None, {"size_asserts": True}, "inductor")["options"]["size_asserts"]
-    # Triton kernels for inference, and those alone.
-    gpu = torch.device("cuda")
-    given = [(gpu, False), (gpu, True), (torch.device("cpu"), False), (None, False)]
-    assert [in_process_on_gpus(*each) for each in given] == [1, None, None, None]
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x)
+
+
+def test_code_that_was_compiled_with_breaks_serves_no_model_that_allows_none() -> None:
+    x = torch.randn(2, 4)
+    zoo.compile_regions(Sequence(Breaking(), Breaking()), regions=[Breaking], fullgraph=False)(x)
+    model = zoo.compile_regions(Sequence(Breaking(), Breaking()), regions=[Breaking])
+    with pytest.raises(zoo.RegionError, match="cannot be compiled as one graph"):
+        model(x)
 
 
 class Widening(nn.Module):
@@ -225,8 +212,8 @@ def test_a_configuration_without_any_region_warns_and_runs() -> None:
 
 
 def test_a_refusal_leaves_nothing_compiled() -> None:
-    model = declared(Region(Block), Region(Dropping, compile_threads=lambda device, training: 0))(Block(4), Dropping(4))
-    with pytest.raises(ValueError, match="region Dropping: compile_threads gives 0"):
+    model = declared(Region(Block), Region(Dropping, mode="reduce-overhead"))(Block(4), Dropping(4))
+    with pytest.raises(ValueError, match="records a CUDA graph for every region"):
         zoo.compile_regions(model)
     assert not any(module._compiled_call_impl for module in model.modules())
     zoo.compile_regions(model, exclude=[Dropping], backend="eager")
@@ -245,7 +232,7 @@ def test_uncompile_of_a_model_that_lost_a_block() -> None:
     model = compiled(Stack())
     lost = model.blocks.pop(2)
     assert all(module._compiled_call_impl is None for module in zoo.uncompile(model).modules())
-    assert lost not in LEDGER._watched
+    assert lost not in GRAPH_LOG._watched
     compiled(model)
 
 
@@ -262,7 +249,7 @@ class Wrapping(Stack):
 def test_warm_up_compiles_the_backward_of_what_a_dataclass_holds() -> None:
     model = compiled(Wrapping().train(), backend="aot_eager")
     zoo.warm_up(model, x=torch.randn(2, 4))
-    assert any(entry.backward for entry in LEDGER.of(plan_of(model).ledger_id))
+    assert any(entry.backward for entry in GRAPH_LOG.of(plan_of(model).log_id))
 
 
 @dataclasses.dataclass

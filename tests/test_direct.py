@@ -94,7 +94,7 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
 
 def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
     torch._dynamo.reset()
-    return torch.compile(function, backend=direct.DirectOrInductor(None, options, False), fullgraph=True)
+    return torch.compile(function, backend=direct.DirectOrInductor(options, False, True), fullgraph=True)
 
 
 def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], inductor: list[Any]) -> None:
@@ -235,7 +235,7 @@ def test_gradients_are_those_of_eager_code(launches: list[Any], inductor: list[A
 @pytest.mark.parametrize("learns", [False, True])
 def test_symbolic_sizes_reach_the_grid_and_a_backward(learns: bool, launches: list[Any], inductor: list[Any]) -> None:
     torch._dynamo.reset()
-    backend, operator = direct.DirectOrInductor(None, None, True), Scale.apply if learns else launch
+    backend, operator = direct.DirectOrInductor(None, True, True), Scale.apply if learns else launch
     step = torch.compile(lambda x, scale: operator(x, scale), backend=backend, fullgraph=True, dynamic=True)
     scale = torch.rand(16)
     for rows in (3, 5):
@@ -314,5 +314,6 @@ def test_inductor_compiles_every_other_graph(function, launches, inductor):
 
 
 def test_blocks_share_their_graph() -> None:
-    first, second = (direct.DirectOrInductor(None, {"size_asserts": False}, False) for _ in range(2))
-    assert first == second and first != direct.DirectOrInductor(None, None, False)
+    first, second = (direct.DirectOrInductor({"size_asserts": False}, False, True) for _ in range(2))
+    assert first == second and first != direct.DirectOrInductor(None, False, True)
+    assert first != direct.DirectOrInductor({"size_asserts": False}, False, False)

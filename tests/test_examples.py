@@ -1,5 +1,6 @@
-"""The examples on tiny models: chat answers as generate does, and images are those of diffusers' own UNet."""
+"""The examples on tiny models: chat answers as generate does, images are those of diffusers' own UNet."""
 
+import functools
 import importlib.util
 import io
 import json
@@ -14,9 +15,10 @@ import pytest
 import torch
 from PIL import Image
 from test_unet_pipelines import pipeline
+from torch._dynamo.utils import counters
 
 import zoo
-from examples import chat
+from examples import chat, own_model, serve, train
 from zoo.engine.compile import plan_of
 from zoo.llm import LLM, load, save
 
@@ -130,6 +132,37 @@ def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         chat.main(["no/where/at/all"])
     assert "no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own_model.main()
+    out = capsys.readouterr().out
+    assert "Block: 24 module(s), 1 graph(s)" in out and "1 graph(s) in" in out and "replays; " in out
+
+
+def test_training_goes_on_from_what_was_saved(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(zoo, "compile_regions", functools.partial(zoo.compile_regions, backend="aot_eager"))
+    call = ["resnet-debug", "--folder", str(tmp_path), "--rows", "4", "--pixels", "8", "--steps"]
+    train.main([*call, "6"])
+    train.main([*call, "4"])
+    assert re.fullmatch(r"step 10: loss \d+\.\d{4}\n", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_a_server_that_starts_again_compiles_nothing(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "LENGTHS", (8,))
+    answers = []
+    for _ in range(2):
+        torch.compiler.reset()
+        monkeypatch.setattr(sys, "stdin", io.StringIO("5 6 7\n8 9\n"))
+        serve.main(["bert-debug", "--compiled", str(tmp_path / "compiled")])
+        answers.append(capsys.readouterr().out.splitlines())
+        traced, counters["stats"]["unique_graphs"] = counters["stats"]["unique_graphs"], 0
+    assert len(answers[0]) == 2 and answers[0] == answers[1] and traced == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 " * 9))
+    with pytest.raises(ValueError, match="9 tokens, at most 8 are served"):
+        serve.main(["bert-debug", "--compiled", str(tmp_path / "compiled")])
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,7 +17,7 @@ from torch import nn
 
 import zoo
 from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 
 # Regions of each model, and the graphs of each.
 REGIONS = {
@@ -47,9 +47,9 @@ def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str
             assert {found.name: found.graphs_needed for found in report.regions} == REGIONS[name], str(report)
             assert not report.declared and not report.obstacles, str(report)
         zoo.compile_regions(model, backend="eager")
-        first = len(LEDGER.entries)
+        first = len(GRAPH_LOG.entries)
         torch.testing.assert_close(first_tensor(model(**inputs)), expected)
-        assert sum(entry.graphs for entry in LEDGER.entries[first:]) == report.graphs_needed
+        assert sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == report.graphs_needed
 
 
 class Holding(nn.Module):
@@ -92,10 +92,10 @@ def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(
     assert zoo.find_regions(model, [Holding]).graphs == said
     assert zoo.find_regions(model, [Holding], inputs={"x": x}).graphs == said
     zoo.compile_regions(model, regions=[Holding], backend="eager")
-    first = len(LEDGER.entries)
+    first = len(GRAPH_LOG.entries)
     with torch.no_grad():
         model(x)
-    assert sum(entry.graphs for entry in LEDGER.entries[first:]) == needed
+    assert sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == needed
 
 
 def test_predictions_in_training_know_what_requires_a_gradient() -> None:
@@ -104,10 +104,10 @@ def test_predictions_in_training_know_what_requires_a_gradient() -> None:
     model.blocks[1].requires_grad_(False)
     report = zoo.find_regions(model, [Block], inputs={"x": x})
     zoo.compile_regions(model, regions=[Block], backend="eager")
-    first = len(LEDGER.entries)
+    first = len(GRAPH_LOG.entries)
     model(x).sum().backward()
     # Frozen blocks, the first that is trained, and those whose input requires a gradient.
-    assert report.graphs_needed == sum(entry.graphs for entry in LEDGER.entries[first:]) == 3
+    assert report.graphs_needed == sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == 3
 
 
 class Place(enum.IntEnum):

@@ -380,6 +380,15 @@ def of_torch() -> nn.Module:
     return nn.TransformerEncoder(layer, num_layers=3, enable_nested_tensor=False)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_an_error_with_its_remedy() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), num_layers=3).eval()
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    compiled(model)
+    with torch.no_grad(), pytest.raises(zoo.RegionError, match="layers.0 .* with enable_nested_tensor=False"):
+        model(torch.randn(2, 3, 8), src_key_padding_mask=padding)
+
+
 def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
 

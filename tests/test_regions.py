@@ -112,7 +112,11 @@ def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
             x = self.blocks[1](x.repeat(2, 1))
             return self.blocks[2].forward(x)
 
-    report = zoo.find_regions(Bypass(Block(4), Block(4), Block(4)).eval(), inputs={"x": torch.randn(2, 4)})
+    model, x = Bypass(Block(4), Block(4), Block(4)).eval(), torch.randn(2, 4)
+    report = zoo.find_regions(model, inputs={"x": x})
+    assert zoo.find_regions(model, inputs=(x,)) == zoo.find_regions(model, inputs=x) == report
+    with pytest.raises(TypeError, match="inputs is a int, expected a dict or a tuple of arguments"):
+        zoo.find_regions(model, inputs=3)
     assert report.regions[0].signatures == (("blocks.0", "blocks.2"), ("blocks.1",))
     assert "blocks.2 was not called as a module" in str(report.obstacles[0])
 

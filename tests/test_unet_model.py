@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests.blocks import Doubled
-from zoo.engine.step_buffers import branch
+from zoo.engine.captured import side_stream
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
 from zoo.unet.blocks import PRESETS
 from zoo.unet.model import sinusoids
@@ -115,7 +115,7 @@ def test_a_branch_runs_beside_and_is_waited_for() -> None:
     streams = []
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        with branch(x.device) as wait:
+        with side_stream(x.device) as wait:
             beside = x
             for _ in range(20):
                 beside = (beside @ x).tanh()
@@ -144,14 +144,14 @@ def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, m
 
     @contextmanager
     def noting(_: torch.device) -> Iterator[Any]:
-        happened.append("branch")
+        happened.append("side_stream")
         yield lambda: happened.append("wait")
         happened.append("left")
 
     def read(*_: Any) -> None:
         happened.append("read")
 
-    monkeypatch.setattr("zoo.unet.model.branch", noting)
+    monkeypatch.setattr("zoo.unet.model.side_stream", noting)
     if compiled:
         zoo.compile_regions(model, backend="eager")
     for block in model.modules():
@@ -159,4 +159,4 @@ def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, m
             block.register_forward_pre_hook(read)
     with torch.inference_mode(), zoo.enforce_budget(model) if compiled else nullcontext():
         torch.testing.assert_close(model(**inputs).sample, expected)
-    assert happened[:3] == ["branch", "left", "wait"] and set(happened[3:]) == {"read"}
+    assert happened[:3] == ["side_stream", "left", "wait"] and set(happened[3:]) == {"read"}

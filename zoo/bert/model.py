@@ -34,7 +34,7 @@ from zoo.bert.layer import (
     rows_of,
 )
 from zoo.bert.packing import PackedBatch, check_ids, counted_positions, pack, unpack
-from zoo.engine.region import Region, in_process_on_gpus
+from zoo.engine.region import Region
 from zoo.weights import initialise
 
 _BERT: dict[str, Any] = {
@@ -76,12 +76,9 @@ PRESETS: dict[str, BertConfig] = {
 
 # Embeddings and the other heads run once per call and take little of its time: compiling them would not pay off.
 REGIONS = (
-    Region(
-        BertLayer, graphs=2, why="one graph for all layers, and one more for batches without a mask",
-        compile_threads=in_process_on_gpus,
-    ),
+    Region(BertLayer, graphs=2, why="one graph for all layers, and one more for batches without a mask"),
     Region(MaskedLMHead, graphs=1, why="the widest product, and the loss over the whole vocabulary"),
-)  # fmt: skip
+)
 
 
 class Bert(nn.Module):

@@ -25,7 +25,7 @@ from torch import nn
 from zoo.engine.call import RegionCall, RegionWarning, region_call
 from zoo.engine.compile import Choices, Plan, place_calls, plan_of
 from zoo.engine.direct import DirectOrInductor
-from zoo.engine.graph_log import LEDGER
+from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.region import Region
 from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
 from zoo.engine.signature import own_class
@@ -93,7 +93,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             (partial / name).write_bytes(file.data)
             saved.entries.append({**file.entry, "file": name, **_written(file.data)})
         if not saved.entries and not saved.skipped:
-            if any(entry.graphs for entry in LEDGER.of(plan.ledger_id)):
+            if any(entry.graphs for entry in GRAPH_LOG.of(plan.log_id)):
                 raise ValueError(
                     f"no graph of {type(model).__name__} can be saved: its regions ran, but what runs them is not "
                     "kept: their graphs may break (fullgraph=False), modules have hooks, or every call changes what "
@@ -153,11 +153,14 @@ def load_compiled(
     if index:
         problems += _differences(index, model)
     if plan_of(model) is None and not (strict and problems):
-        if index and index["choices"] is None:
+        try:
+            choices = _choices(index["choices"], model) if index else Choices()
+        except (KeyError, TypeError) as error:  # objects that JSON has no form of, another model's regions
+            name = type(model).__name__
             raise ArtifactError(
-                f"{path} does not say how regions were chosen; call zoo.compile_regions(model, ...) first"
-            )
-        place_calls(model, _choices(index["choices"], model) if index else Choices(), lazily=True)
+                f"{path} does not say how regions of a {name} are chosen; call zoo.compile_regions(model, ...) first"
+            ) from error
+        place_calls(model, choices, lazily=True)
     if not problems:
         problems += _attach(model, path, index)
     if problems:
@@ -351,7 +354,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
         try:
             saved: SavedGraph = pickle.loads(data)
             code, space = saved.code, served[0].forward.__globals__
-            noted = functools.partial(LEDGER.note_loaded, entry["file"])
+            noted = functools.partial(GRAPH_LOG.note_loaded, entry["file"])
             check, its_globals = LoadedCheck(saved.check, space, noted), saved.globals_in(space)
             origin = _File(entry, data, set(index["sources"]))
             for call in served:

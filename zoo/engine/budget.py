@@ -15,7 +15,7 @@ from torch import nn
 from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, plan_of
 from zoo.engine.cuda_graph import Captures, CapturingCall
-from zoo.engine.graph_log import LEDGER, Entry, place_of_break, recompile_reason
+from zoo.engine.graph_log import GRAPH_LOG, Entry, place_of_break, recompile_reason
 from zoo.engine.signature import choices_of, mode, without_ddp
 
 
@@ -63,8 +63,8 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
             f"{type(model).__name__} has no compiled regions to enforce a budget on: call zoo.compile_regions(model) "
             "(a deepcopy or unpickled model is eager until then)"
         )
-    LEDGER.listen()
-    first = len(LEDGER.entries)
+    GRAPH_LOG.listen()
+    first = len(GRAPH_LOG.entries)
     breaks = _breaks()
     modules = plan.modules_of(model)
     modes: dict[str, set[str]] = {name: set() for name in modules}
@@ -73,7 +73,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     replays = captures.replays
     with _noting_calls(modules, modes):
         yield
-    new = [entry for entry in LEDGER.entries[first:] if entry.model == plan.ledger_id]
+    new = [entry for entry in GRAPH_LOG.entries[first:] if entry.model == plan.log_id]
     violations = [
         *_over_budget(plan),
         *_recompiled(plan, new, modules),
@@ -110,7 +110,7 @@ def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) 
 
 def _over_budget(plan: Plan) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[Entry]] = defaultdict(list)
-    for entry in LEDGER.of(plan.ledger_id):
+    for entry in GRAPH_LOG.of(plan.log_id):
         if not entry.varied:
             groups[entry.region, entry.mode, entry.model_inputs].append(entry)
     for (_, in_mode, _), entries in groups.items():
@@ -135,7 +135,7 @@ def _broken(new: list[Entry]) -> Iterator[str]:
 def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:
     seen: set[Hashable] = set()
     choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
-    for entry in LEDGER.of(plan.ledger_id):
+    for entry in GRAPH_LOG.of(plan.log_id):
         if not entry.graphs or entry.varied or place_of_break(entry.compile_id):
             continue  # the rest after a break is told with its place
         key = entry.key
@@ -168,7 +168,7 @@ def _not_compiled(
                 "checkpoint(block.forward)) or not reached: call the module itself"
             )
         for in_mode in modes[name]:
-            if not LEDGER.compiled(module, in_mode):
+            if not GRAPH_LOG.compiled(module, in_mode):
                 yield (
                     f"{type(module).__name__} ({name}): was called in mode {in_mode} but no graph of it was ever "
                     "compiled: its forward is disabled or was skipped, and ran eagerly"

@@ -267,10 +267,10 @@ class RegionCall:
         """What Dynamo says, with the module, the line of its code and what can be done."""
         cls = own_class(self.module).__name__
         leave = f"exclude=[{self._name!r}]" if self._name else "zoo.uncompile(model)"
-        return (
-            f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. Leave it "
-            f"eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False)]"
-        )
+        remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False)]"
+        if "NestedTensor" in str(error):
+            remedy = "nn.TransformerEncoder makes no nested tensors with enable_nested_tensor=False"
+        return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"
 
     def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """The first of Dynamo's entries whose guards pass, as Dynamo looks for it, and the compilations of all."""

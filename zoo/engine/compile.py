@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
+from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import (
@@ -29,12 +30,11 @@ from zoo.engine.discover import (
     report_on,
     resolve,
 )
-from zoo.engine.graph_log import LEDGER, Entry
-from zoo.engine.observe import undisturbed
+from zoo.engine.graph_log import GRAPH_LOG, Entry
+from zoo.engine.observe import Inputs, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.signature import without_ddp
-from zoo.engine.step_buffers import tensors_in
 
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -57,7 +57,7 @@ class Plan:
     """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
 
     report: RegionReport
-    ledger_id: int
+    log_id: int
     choices: Choices
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def compile_regions(
     *,
     regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (),
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
     mode: str | None = None,
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -113,8 +113,9 @@ def compile_regions(
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
         regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
         exclude: Classes or module paths to leave eager, with all that is inside of them.
-        inputs: Keyword arguments of one call, which the model then makes eagerly: regions, graphs and obstacles are
-            those of that call. Without them a per-layer value of a foreign model is warned of when it costs a graph.
+        inputs: Arguments of one call, as ``find_regions`` takes them. The model then makes it eagerly: regions, graphs
+            and obstacles are those of that call. Without them a per-layer value of a foreign model is warned of when it
+            costs a graph.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
             backends than Inductor have none.
         backend: A ``torch.compile`` backend.
@@ -143,9 +144,7 @@ def compile_regions(
     return model
 
 
-def place_calls(
-    model: nn.Module, choices: Choices, inputs: Mapping[str, Any] | None = None, *, lazily: bool = False
-) -> None:
+def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None, *, lazily: bool = False) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
     chosen = resolve(model, choices.regions, choices.exclude, inputs)
     if not chosen and not declared_regions(model):
@@ -182,7 +181,7 @@ def place_calls(
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
         dynamic = bool(dynamic) if declared else dynamic
-        how = functools.cache(functools.partial(_options, region, model, choices, backend, dynamic))
+        how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         calls += [
             RegionCall(
                 module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=None if declared else symbols[region],
@@ -199,9 +198,9 @@ def place_calls(
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
-    _PLANS[model] = Plan(report, LEDGER.watch(model, modules), choices, pending)
-    if _warn_of_excess not in LEDGER.listeners:
-        LEDGER.listeners.append(_warn_of_excess)
+    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending)
+    if _warn_of_excess not in GRAPH_LOG.listeners:
+        GRAPH_LOG.listeners.append(_warn_of_excess)
 
 
 def uncompile(model: nn.Module) -> nn.Module:
@@ -212,7 +211,7 @@ def uncompile(model: nn.Module) -> nn.Module:
         # Any of them may be what compile_regions was called on.
         plan = _PLANS.pop(module, None)
         if plan is not None:
-            LEDGER.forget(module)
+            GRAPH_LOG.forget(module)
         if module._compiled_call_impl is not None:
             if (call := region_call(module)) is not None:
                 _UNCOMPILED[module] = [origin for kept in call.entries.values() for _, _, origin in kept]
@@ -281,7 +280,7 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
     with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
 
         def note(entry: Entry) -> None:
-            if entry.model != plan.ledger_id:
+            if entry.model != plan.log_id:
                 return
             entries.append(entry)
             if not entry.backward:
@@ -289,8 +288,8 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
                 bar.update(entry.graphs)
                 bar.set_postfix_str(f"{entry.region.__name__} {entry.seconds:.1f} s")
 
-        LEDGER.listen()
-        LEDGER.listeners.append(note)
+        GRAPH_LOG.listen()
+        GRAPH_LOG.listeners.append(note)
         try:
             with undisturbed(model):
                 for call in calls:
@@ -298,7 +297,7 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
                     if model.training and torch.is_grad_enabled():
                         _run_backward(model, outputs)
         finally:
-            LEDGER.listeners.remove(note)
+            GRAPH_LOG.listeners.remove(note)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     costs: dict[tuple[str, object], RegionCost] = {}
@@ -335,47 +334,25 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
 
 
-def _options(region: Region, model: nn.Module, choices: Choices, backend: Any, dynamic: bool | None) -> dict[str, Any]:
+def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | None, fullgraph: bool) -> dict[str, Any]:
     """Keyword arguments of ``torch.compile`` for a region: its own wishes, then what was asked of the model."""
     mode = choices.mode if region.mode is None else region.mode
-    _refuse_cuda_graphs(mode, choices.options, backend)
+    options = choices.options
+    _refuse_cuda_graphs(mode, options, backend)
     limit = compile_limit_kwargs()
-    LEDGER.listen()
-    how = _mode_and_options(region, model, mode, choices.options, backend)
-    how["backend"] = DirectOrInductor(None, how.pop("options"), dynamic) if backend == "inductor" else backend
-    return {**how, **limit}
-
-
-def _mode_and_options(
-    region: Region, model: nn.Module, mode: str | None, options: Mapping[str, Any] | None, backend: Any
-) -> dict[str, Any]:
-    """``torch.compile`` takes a mode or options; a region's own wish is an option, and the caller's come first."""
-    threads = region.threads(model)
-    if callable(region.compile_threads) and _tries_kernels(mode, options):
-        # It reckons with a few kernels, and these are many: each one's candidates.
-        threads = None
-    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
-    own: dict[str, Any] = {"size_asserts": False}
-    if threads is not None:
-        own["compile_threads"] = threads
-    if region.autotune_pointwise is not None:
-        own["triton.autotune_pointwise"] = region.autotune_pointwise
+    GRAPH_LOG.listen()
     if backend != "inductor":
-        return {"options": dict(options or {})}
+        return {"backend": backend, "options": dict(options or {}), **limit}
+    # torch.compile takes a mode or options, and a region's own wishes are options.
     if mode is not None:
         if options is not None:
             raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")
         from torch._inductor import list_mode_options
 
         options = list_mode_options(mode)
-    return {"options": {**own, **(options or {})}}
-
-
-def _tries_kernels(mode: str | None, options: Mapping[str, Any] | None) -> bool:
-    chosen = options or {}
-    return bool(
-        (mode or "").startswith("max-autotune") or chosen.get("max_autotune") or chosen.get("max_autotune_gemm")
-    )
+    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
+    options = {"size_asserts": False, **region.options, **(options or {})}
+    return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:
@@ -395,13 +372,13 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 
 def _warn_of_excess(entry: Entry) -> None:
     """Warn once of an obstacle that has cost a region a second graph for one structure and kind of input."""
-    plan = next((plan for plan in _PLANS.values() if plan.ledger_id == entry.model), None)
+    plan = next((plan for plan in _PLANS.values() if plan.log_id == entry.model), None)
     # A graph that took no time was loaded, which no call of Dynamo's would end with a warning.
     if plan is None or entry.backward or not entry.seconds or entry.region.__name__ not in plan.pending:
         return
     alike = [
         e
-        for e in LEDGER.of(entry.model)
+        for e in GRAPH_LOG.of(entry.model)
         if (e.region, e.structure, e.mode, e.inputs) == (entry.region, entry.structure, entry.mode, entry.inputs)
     ]
     if (graphs := sum(e.graphs for e in alike)) > 1:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine.call import RegionWarning, has_stance
+from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep
-from zoo.engine.reachable import Weights, WeightsMovedError
-from zoo.engine.step_buffers import is_captured, is_constant, shapes_of
 
 Model = TypeVar("Model", bound=nn.Module)
 # Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.

@@ -46,8 +46,16 @@ _VIEWS = {operator.getitem, torch.empty, torch.empty_like, torch.ops.aten._unsaf
 class DirectOrInductor(torch._TorchCompileInductorWrapper):
     """A ``torch.compile`` backend: graphs with nothing to fuse run as they are, Inductor compiles the others.
 
-    Takes the arguments of ``torch.compile(backend="inductor")``.
+    Takes the arguments of ``torch.compile(backend="inductor")``. Dynamo reuses code of an equal backend alone, and what
+    was compiled with graph breaks is of no use to a model that allows none.
     """
+
+    def __init__(self, options: dict[str, Any] | None, dynamic: bool | None, fullgraph: bool) -> None:
+        super().__init__(None, options, dynamic)
+        self.fullgraph = fullgraph
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.fullgraph == getattr(other, "fullgraph", None)
 
     def __call__(self, model_: fx.GraphModule, inputs_: Any, **options: Any) -> Any:
         """Make what runs in place of a graph."""

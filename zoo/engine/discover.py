@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
-from zoo.engine.observe import Observed, count_calls, device_shares, observe_call
+from zoo.engine.observe import Inputs, Observed, count_calls, device_shares, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
 
@@ -133,7 +133,7 @@ def find_regions(
     regions: Sequence[Region | type[nn.Module] | str] | None = None,
     *,
     exclude: Sequence[type[nn.Module] | str] = (),
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
 ) -> RegionReport:
     """Report which submodules can be compiled as regions, how many graphs they need and what stands in the way.
 
@@ -144,10 +144,10 @@ def find_regions(
             of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
             layers in it, each call of a region one, each layer outside of regions two.
         exclude: Classes or module paths to leave out, with all that is inside of them.
-        inputs: Keyword arguments of one call. With them the model runs eagerly, in its mode (with gradients in
-            training), so that a block that is called several times is discovered, layers that differ only in their
-            inputs are told apart, and attributes count only where a branch that was taken reads them; on a GPU each
-            region's share of device time is measured as well.
+        inputs: Arguments of one call: a dict by name, a tuple by position, or a single tensor. With them the model runs
+            eagerly, in its mode (with gradients in training), so that a block that is called several times is
+            discovered, layers that differ only in their inputs are told apart, and attributes count only where a branch
+            that was taken reads them; on a GPU each region's share of device time is measured as well.
 
     Raises:
         TypeError: If something that is not a module class is given as a region, or no list.
@@ -174,7 +174,7 @@ def report_on(
     *,
     declared: bool,
     lifted: Mapping[Region, Lifted],
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
 ) -> RegionReport:
     """The report of ``find_regions`` on regions that are resolved already."""
     observed: Mapping[str, Observed] = {}
@@ -224,7 +224,7 @@ def resolve(
     model: nn.Module,
     regions: Sequence[Given] | None,
     exclude: Sequence[type[nn.Module] | str],
-    inputs: Mapping[str, Any] | None = None,
+    inputs: Inputs | None = None,
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):

@@ -61,8 +61,8 @@ class Entry:
         return self.signature[1]
 
 
-class Ledger:
-    """Entries of the process, in order. There is one, ``LEDGER``; it listens from the first compiled region on."""
+class GraphLog:
+    """Entries of the process, in order. There is one, ``GRAPH_LOG``; it listens from the first compiled region on."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -244,4 +244,4 @@ def _metrics(compile_id: str) -> Iterator[Any]:
         yield from (each for each in reversed(get_compilation_metrics()) if str(each.compile_id) == compile_id)
 
 
-LEDGER = Ledger()
+GRAPH_LOG = GraphLog()

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zoo.engine.reachable import Weights, reachable_modules
-from zoo.engine.step_buffers import (
+from zoo.engine.captured import (
+    Weights,
     check_leaves,
     describe,
     flatten_outputs,
@@ -26,6 +26,7 @@ from zoo.engine.step_buffers import (
     make_buffer,
     may_write,
     one_device,
+    reachable_modules,
     shape_of,
     shapes_of,
     tensors_in,

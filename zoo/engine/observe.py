@@ -5,17 +5,31 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class, own_class
+
+# Arguments of one call of a model: by name, by position, or a single one.
+Inputs = Mapping[str, Any] | Sequence[Any] | Tensor
+
+
+def _call(model: nn.Module, inputs: Inputs) -> None:
+    if isinstance(inputs, Mapping):
+        model(**inputs)
+    elif isinstance(inputs, tuple | list):
+        model(*inputs)
+    elif isinstance(inputs, Tensor):
+        model(inputs)
+    else:
+        raise TypeError(f"inputs is a {type(inputs).__name__}, expected a dict or a tuple of arguments")
 
 
 @contextlib.contextmanager
@@ -44,13 +58,13 @@ def _watched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def count_calls(model: nn.Module, inputs: Mapping[str, Any]) -> Counter[nn.Module]:
+def count_calls(model: nn.Module, inputs: Inputs) -> Counter[nn.Module]:
     """How often each module is called in one eager call of the model."""
     calls: Counter[nn.Module] = Counter()
     handle = register_module_forward_pre_hook(lambda module, _: calls.update([module]))
     try:
         with _watched(model):
-            model(**inputs)
+            _call(model, inputs)
     finally:
         handle.remove()
     return calls
@@ -68,7 +82,7 @@ class Observed:
 def observe_call(
     model: nn.Module,
     chosen: Mapping[Region, Mapping[str, nn.Module]],
-    inputs: Mapping[str, Any],
+    inputs: Inputs,
     lifted: Mapping[Region, Lifted],
 ) -> dict[str, Observed]:
     """Run the model once, eagerly and in its mode, and watch every region module, by name.
@@ -106,7 +120,7 @@ def observe_call(
                 for prefix, child in module.named_modules():
                     if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
-        model(**inputs)
+        _call(model, inputs)
     return seen
 
 
@@ -141,7 +155,7 @@ def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterato
 
 
 def device_shares(
-    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Mapping[str, Any]
+    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Inputs
 ) -> dict[type[nn.Module], float]:
     """Each region class' share of the model's kernel time in one eager call; empty where there is no GPU."""
     if not any(p.is_cuda for p in model.parameters()):
@@ -166,7 +180,7 @@ def device_shares(
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities, acc_events=True) as profiler:
             with record_function("zoo.model"):
-                model(**inputs)
+                _call(model, inputs)
             torch.cuda.synchronize()
     finally:
         for handle in handles:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zoo import validate
-from zoo.engine.step_buffers import is_captured, is_step_input
+from zoo.engine.captured import is_captured, is_step_input
 from zoo.ops import common
 from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows

@@ -225,10 +225,15 @@ class GNNLayer(nn.Module):
 
 
 # A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.
-_PASSES: dict[str, Any] = {"compile_threads": 1, "autotune_pointwise": False}
+_PASSES = {"compile_threads": 1, "triton.autotune_pointwise": False}
 REGIONS = (
-    Region(GNNLayer, graphs=3, why="product, sum over edges and epilogue: first, last and all other layers", **_PASSES),
-    Region(GNNHead, graphs=1, why="joins all layers' outputs without writing the join where it can", **_PASSES),
+    Region(
+        GNNLayer,
+        graphs=3,
+        why="product, sum over edges and epilogue: first, last and all other layers",
+        options=_PASSES,
+    ),
+    Region(GNNHead, graphs=1, why="joins all layers' outputs without writing the join where it can", options=_PASSES),
 )
 
 

@@ -317,12 +317,12 @@ class ResNetHead(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-_BLOCK: dict[str, Any] = {"graphs": 8, "compile_threads": 1, "why": "each stage's first block, and one for its repeats"}
+_BLOCK: dict[str, Any] = {"graphs": 8, "why": "each stage's first block, and one for its repeats"}
 REGIONS = (
     Region(Stem, graphs=1, why="the largest activation of all, normalised and pooled"),
     Region(BasicBlock, **_BLOCK),
     Region(Bottleneck, **_BLOCK),
-    Region(ResNetHead, graphs=1, why="mean over pixels and the output product", compile_threads=1),
+    Region(ResNetHead, graphs=1, why="mean over pixels and the output product"),
 )
 
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from zoo import validate
+from zoo.engine.captured import check_leaves, describe, is_captured, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
-from zoo.engine.step_buffers import check_leaves, describe, is_captured, shapes_of
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
 from zoo.training.optimizers import AdamW, FrozenOptions, can_skip, starts_defined, wants_closure

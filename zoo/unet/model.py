@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
+from zoo.engine.captured import side_stream
 from zoo.engine.region import Region
-from zoo.engine.step_buffers import branch
 from zoo.ops.conv import conv
 from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (
@@ -244,7 +244,7 @@ class UNet(nn.Module):
         wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
             # On a GPU these dozen small kernels run on a side stream, during the first convolution.
-            with branch(sample.device) as wait:
+            with side_stream(sample.device) as wait:
                 timesteps = _as_timesteps(timestep, batch, weight.device)
                 timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):

@@ -1,0 +1,259 @@
+"""What a captured step reads and writes: buffers for its inputs, and the weights of the modules that it reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from zoo.engine.signature import names_in
+
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_step_input(tensor: torch.Tensor) -> bool:
+    """Whether this is an input buffer of a captured step, whose contents change between replays.
+
+    Whatever Python derives from it and remembers (a prepared graph, a mask) would be baked into the CUDA graph.
+    """
+    return getattr(tensor, "_is_step_input", False)
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what runs on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def side_stream(device: torch.device) -> Iterator[Callable[[], None] | None]:
+    """Capture the block on a stream of its own: in the CUDA graph it runs beside what follows it.
+
+    Yields a function that waits for the block; None where no CUDA graph is captured and the block runs as usual.
+    Before that call nothing may use what the block computes, or write what it reads.
+    """
+    if torch.compiler.is_compiling() or not is_captured(device):
+        yield None
+        return
+    main, side = torch.cuda.current_stream(device), _stream_beside(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        yield functools.partial(main.wait_stream, side)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all: libraries keep a workspace for every stream."""
+    return torch.cuda.Stream(device)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether this is a plain value, which a CUDA graph can only hold as it was."""
+    return isinstance(value, _CONSTANTS)
+
+
+def check_leaves(leaves: Iterable[Any]) -> None:
+    """Refuse what cannot be copied in: ValueError for an input that requires grad, TypeError for anything opaque."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                raise ValueError(f"input {describe([leaf])} requires grad; run backward inside the step, or detach it")
+            if leaf.layout is not torch.strided:
+                raise TypeError(
+                    f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
+                )
+        elif not is_constant(leaf):
+            raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
+
+
+def make_buffer(leaf: Any) -> torch.Tensor | None:
+    """A static copy of the same kind: an inference tensor only where the example was one, or blocks would recompile."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+        buffer = torch.empty_like(leaf).copy_(leaf)
+    buffer._is_step_input = True  # type: ignore[attr-defined]
+    return buffer
+
+
+def may_write(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Inference mode if one of the tensors is an inference tensor, which may be written nowhere else."""
+    inference = any(tensor.is_inference() for tensor in tensors)
+    return torch.inference_mode() if inference else contextlib.nullcontext()
+
+
+def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
+    """Leaves without autograd history, and how they were put together."""
+    leaves, spec = pytree.tree_flatten(outputs)
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+
+
+def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
+    """Tensors in static arguments, some levels deep into containers and plain objects, to learn the device."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif depth and isinstance(value, (list, tuple)):
+            found += tensors_in(value, depth - 1)
+        elif depth and isinstance(value, dict):
+            found += tensors_in(value.values(), depth - 1)
+        elif depth and not isinstance(value, (type, types.ModuleType)):
+            found += tensors_in(getattr(value, "__dict__", {}).values(), depth - 1)
+    return found
+
+
+def one_device(tensors: list[torch.Tensor]) -> torch.device:
+    """The GPU that all tensors on one are on, or the CPU; ValueError for several, or for none to tell by."""
+    if not tensors and torch.cuda.is_available():
+        raise ValueError(
+            "no argument, weight or buffer of the step is a tensor, so that nothing says which device it runs on; pass "
+            "what it works on as an argument, static if it is always the same"
+        )
+    on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
+    if len(on_gpu) > 1:
+        raise ValueError(f"inputs and weights lie on {sorted(map(str, on_gpu))}; one CUDA graph runs on one device")
+    return on_gpu.pop() if on_gpu else torch.device("cpu")
+
+
+def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
+    """What tells buckets apart: shape and dtype of tensors, type and value of constants, the type of whatever else."""
+    return tuple(map(shape_of, leaves))
+
+
+def shape_of(leaf: Any) -> Any:
+    """``shapes_of`` of one leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    # 1 is not True, nor 1.0, and 0.0 is not -0.0: what is captured may ask. A NaN is itself.
+    return (type(leaf), repr(leaf)) if is_constant(leaf) else type(leaf)
+
+
+def describe(leaves: Iterable[Any]) -> str:
+    """Dtype, shape and device of tensors, constants as they are."""
+    words = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            words.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}")
+        else:
+            words.append(repr(leaf))
+    return ", ".join(words)
+
+
+def reachable_modules(*roots: Any) -> list[nn.Module]:
+    """Modules that a function can reach: itself, its bound object, closure, defaults, partial arguments, named globals.
+
+    Also those that a function, a comprehension or a generator inside of it names.
+    """
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    todo = list(roots)
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            found[id(item)] = item
+        elif isinstance(item, functools.partial):
+            todo += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, types.MethodType):
+            todo += [item.__self__, item.__func__]
+        elif isinstance(item, types.FunctionType):
+            for cell in item.__closure__ or ():
+                # A cell that nothing was assigned to yet has no contents.
+                todo += [cell.cell_contents] if _filled(cell) else []
+            todo += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+            todo += [item.__globals__[n] for n in names_in(item.__code__) if n in item.__globals__]
+            todo.append(getattr(item, "__wrapped__", None))
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif type(item).__module__.partition(".")[0] not in ("builtins", "torch") and not isinstance(
+            item, (type, types.ModuleType)
+        ):
+            todo += list(getattr(item, "__dict__", {}).values())
+    return list(found.values())
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+class WeightsMovedError(RuntimeError):
+    """A weight is no longer where a CUDA graph reads it, or a submodule was replaced."""
+
+
+class Weights:
+    """Submodules, their modes and hooks, and addresses of all parameters and buffers of some modules, at one moment."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        self._modules: dict[int, tuple[str, nn.Module]] = {}
+        for root in modules:
+            for prefix, module in root.named_modules():
+                if id(module) in self._modules:
+                    continue
+                self._modules[id(module)] = prefix, module
+                for store in (module._parameters, module._buffers):
+                    for name, tensor in store.items():
+                        if tensor is None or tensor.layout is torch.strided:
+                            self._places.append((store, name, f"{prefix}.{name}" if prefix else name))
+        self._remembered: list[tuple[dict[str, Any], str, int | None]] = []
+        self._states: list[tuple[Any, ...]] = []
+        self._held: list[Any] = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights themselves."""
+        return [store[name] for store, name, _ in self._places if store[name] is not None]
+
+    def hooked(self) -> bool:
+        """Whether a module has forward hooks, or a forward of its own, whose Python a replay would leave out."""
+        return any(_python(module) for _, module in self._modules.values())
+
+    def remember(self) -> None:
+        """Take what is there at this moment as what to check against."""
+        self._remembered = [(store, name, _address(store[name])) for store, name, _ in self._places]
+        self._states = [
+            (module, label, module.training, _python(module), list(module._modules.values()))
+            for label, module in self._modules.values()
+        ]
+        # Tensors that are plain attributes are not checked: the CUDA graph goes on reading those of its capture.
+        values = [value for _, module in self._modules.values() for value in vars(module).values()]
+        self._held = [value for value in values if isinstance(value, torch.Tensor | list | tuple)]
+
+    def check(self) -> None:
+        """Raise WeightsMovedError if anything is no longer what it was; a fraction of a microsecond each."""
+        for module, label, training, python, children in self._states:
+            if module.training is not training or _python(module) != python:
+                raise WeightsMovedError(
+                    f"{label or 'the model'} changed its training mode, hooks or forward since capture; capture again"
+                )
+            if [*module._modules.values()] != children:
+                raise WeightsMovedError(f"{label or 'the model'} has other submodules than at capture; capture again")
+        for store, name, address in self._remembered:
+            if _address(store.get(name)) != address:
+                label = next(label for where, key, label in self._places if where is store and key == name)
+                raise WeightsMovedError(
+                    f"{label} was moved or replaced since capture (.to(), load_state_dict(assign=True), an assigned "
+                    "parameter), so a replay would read stale memory; capture again. Loading in place is fine"
+                )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _python(module: nn.Module) -> int:
+    """How many hooks, and forward of its own, run in Python beside the forward of the module's class."""
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in module.__dict__)
