@@ -143,7 +143,7 @@ def test_attention_on_every_graph(name: str) -> None:
 def test_sums_of_every_width_with_rows_whole_and_split(channels, size, monkeypatch):
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub(weight=True)
-    assert (graph.tensors.split is not None) == (graph.transpose.split is not None) == (size == 8)
+    assert (graph.tensors.split is not None) == (graph.tensors.transpose.split is not None) == (size == 8)
     check_sum(graph, values(11, channels))
     check_mean(hub(mean=True), values(11, channels))
 

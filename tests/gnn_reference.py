@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.gnn import SampledBatch
 from zoo.ops.csr import GraphTensors, attention
 
 GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
@@ -67,6 +68,12 @@ def edge_attention(
     """Neighbours weighed by the softmax of their scores: x [S, H, C], scores [S, H] and [D, H] -> [D, H, C]."""
     score = a_source.index_select(0, source) + a_destination.index_select(0, destination)  # [E, H]
     return edge_sum(x, source, destination, rows, edge_softmax(F.leaky_relu(score, slope), destination, rows))
+
+
+def edges_of(batch: SampledBatch) -> Tensor:
+    """A sampled batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
+    graph = batch.graphs[0]
+    return torch.stack([graph.source, graph.destination])[:, : graph.rowptr[-1]].long()
 
 
 def attend(

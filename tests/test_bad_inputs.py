@@ -17,10 +17,6 @@ EDGES = torch.tensor([[0, 1, 2], [1, 2, 4]])
 X = torch.randn(5, 12)
 
 
-def with_nan(x: Tensor) -> Tensor:
-    return x.clone().index_fill_(0, torch.tensor([0]), float("nan"))
-
-
 def to_node(value: int) -> Tensor:
     """The edges, one of which comes from this node."""
     return EDGES.index_put((torch.tensor(0), torch.tensor(1)), torch.tensor(value))
@@ -29,7 +25,7 @@ def to_node(value: int) -> Tensor:
 GRAPHS = [
     ({"edge_index": to_node(5)}, ValueError, r"source 5, but there are 5 nodes \(0 to 4\)"),
     ({"edge_index": to_node(5).flip(0)}, ValueError, "destination 5, but there are 5 nodes"),
-    ({"edge_index": to_node(-1)}, ValueError, "negative source -1"),
+    ({"edge_index": to_node(-1)}, ValueError, "holds source -1"),
     ({"edge_index": EDGES.int()}, TypeError, r"torch\.int32, expected int64; use edge_index\.to\(torch\.int64\)"),
     ({"edge_index": EDGES.t()}, ValueError, r"shape \[3, 2\], expected \[2, E\]; transpose it"),
     ({"edge_index": torch.eye(5).to_sparse()}, TypeError, r"torch\.sparse_coo, expected a dense"),
@@ -71,7 +67,7 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"logits_to_keep": IDS[:1].repeat(3, 1)}, ValueError, r"expected \[L\] or \[2, L\]"),
     ],
     "resnet-debug": [
-        ({"images": torch.zeros(2, 3, 8, 8).byte()}, TypeError, r"uint8, expected torch\.float32;.*resnet\.transforms"),
+        ({"images": torch.zeros(2, 3, 8, 8).byte()}, TypeError, r"uint8, expected torch\.float32;.*transforms\(\) of"),
         ({"images": torch.zeros(2, 3, 8, 8).half()}, TypeError, r"images\.to\(torch\.float32\), or torch\.autocast"),
         ({"images": torch.zeros(2, 4, 8, 8)}, ValueError, r"\[2, 4, 8, 8\], expected \[N, 3, H, W\];"),
         ({"images": torch.zeros(2, 8, 8, 3)}, ValueError, r"images\.permute\(0, 3, 1, 2\) puts channels first"),
@@ -85,44 +81,36 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
     "unet-debug": [
         ({"sample": lambda x: x.long()}, TypeError, r"torch\.int64 and the weights torch\.float32"),
         ({"sample": lambda x: x.half()}, TypeError, r"use sample\.to\(torch\.float32\), or torch\.autocast"),
-        ({"sample": lambda x: x[0]}, ValueError, r"use sample\[None\] for one sample"),
-        ({"sample": lambda x: x[:, :3]}, ValueError, r"\[2, 3, 16, 16\], expected \[B, 4, H, W\]$"),
+        ({"sample": lambda x: x[0]}, ValueError, r"sample\[None\] makes a batch of one sample"),
+        ({"sample": lambda x: x[:, :3]}, ValueError, r"\[2, 3, 16, 16\], expected \[B, 4, H, W\];"),
         ({"sample": lambda x: x.permute(0, 2, 3, 1)}, ValueError, r"permute\(0, 3, 1, 2\)"),
         ({"sample": lambda x: x[:0]}, ValueError, r"expected \[B, 4, H, W\], none of them 0"),
-        ({"sample": lambda x: x[..., :14, :15]}, ValueError, "14 × 15, which 3 levels cannot .* by 4; .* 12 × 12"),
-        ({"sample": lambda x: x[..., :2, :2]}, ValueError, "to 4 × 4"),
+        ({"sample": lambda x: x[..., :14, :15]}, ValueError, "14 × 15, which 3 levels cannot .* a multiple of 4"),
         ({"sample": lambda x: x.to("meta")}, ValueError, "sample is on meta and the weights on cpu"),
-        ({"sample": with_nan}, ValueError, r"sample has 1024 value\(s\) that are not finite, of 2048"),
         ({"encoder_hidden_states": None}, TypeError, "encoder_hidden_states is a NoneType"),
         ({"encoder_hidden_states": lambda x: x[..., :20]}, ValueError, r"\[B, L, 24\]: the text encoder must be"),
-        ({"encoder_hidden_states": lambda x: x[:1]}, ValueError, r"1 row\(s\) and sample 2; repeat the text, or with"),
-        ({"encoder_hidden_states": lambda x: x / 0}, ValueError, r"336 value\(s\) that are not .*run that in float32"),
+        ({"encoder_hidden_states": lambda x: x[:1]}, ValueError, "with a row for each row of the sample"),
         ({"encoder_hidden_states": TextKeysValues(torch.zeros(2, 7, 9))}, ValueError, "this model's text_keys_values"),
         ({"timestep": True}, TypeError, "timestep is True, expected a number"),
         ({"timestep": "last"}, TypeError, "timestep is 'last'"),
         ({"timestep": torch.arange(3)}, ValueError, r"timestep has shape \[3\], expected \[\], \[1\] or \[2\]"),
-        ({"timestep": torch.tensor([True, False])}, TypeError, r"timesteps is torch\.bool"),
         ({"timestep": TimeShifts(torch.zeros(5, 1, 304))}, ValueError, "take one step's of a whole run"),
         ({"timestep_cond": torch.zeros(2, 8)}, ValueError, "has no time_cond_proj_dim: leave it out"),
-        ({"added_cond_kwargs": {"image_embeds": X}}, ValueError, "has image_embeds, but this model has no added cond"),
+        ({"added_cond_kwargs": {"image_embeds": X}}, ValueError, r"has \['image_embeds'\], and this model takes \[\]"),
         ({"encoder_attention_mask": torch.ones(2, 8)}, ValueError, r"\[2, 8\], expected \[2, 7\]: 1 is seen"),
         ({"attention_mask": torch.ones(2, 256)}, ValueError, r"over \[16, 64, 256\] pixels: a mask fits one of them"),
         ({"class_labels": torch.zeros(2)}, ValueError, "class_labels is given"),
-        ({"down_intrablock_additional_residuals": []}, ValueError, "adapters are not supported"),
-        ({"cross_attention_kwargs": {"gligen": {}}}, ValueError, "has gligen={}, which is not supported"),
-        ({"down_block_additional_residuals": ()}, ValueError, "mid_block_additional_residual is missing"),
-        ({"mid_block_additional_residual": X}, ValueError, "down_block_additional_residuals is missing"),
-        (
-            {"down_block_additional_residuals": (), "mid_block_additional_residual": X},
-            ValueError, "has 0 tensors, expected 6",
-        ),
+        ({"down_intrablock_additional_residuals": []}, ValueError, "_residuals is given, which is not sup"),
+        ({"cross_attention_kwargs": {"gligen": {}}}, ValueError, "is {'gligen': {}}: merge LoRA weights"),
+        ({"mid_block_additional_residual": X}, ValueError, r"additional_residual has shape \[5, 12\], expected"),
+        ({"down_block_additional_residuals": ()}, ValueError, "has 0 tensors, expected 6"),
     ],
     "unet-xl-debug": [
-        ({"added_cond_kwargs": None}, ValueError, r"added_cond_kwargs has no 'text_embeds' \(the pooled text\)"),
-        ({"added_cond_kwargs": lambda given: given | {"hint": 1}}, ValueError, "has hint, which is not supported"),
+        ({"added_cond_kwargs": None}, ValueError, r"added_cond_kwargs has \[\], and this model takes \['text_"),
+        ({"added_cond_kwargs": lambda given: given | {"hint": 1}}, ValueError, "has .'hint', 'text_embeds'"),
         (
             {"added_cond_kwargs": lambda given: {"text_embeds": given["text_embeds"]}},
-            ValueError, r"has no 'time_ids' \(sizes and crop\)",
+            ValueError, r"has \['text_embeds'\], and this model takes",
         ),
         (
             {"added_cond_kwargs": lambda given: given | {"time_ids": given["time_ids"][:, :5]}},

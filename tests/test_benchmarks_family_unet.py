@@ -13,7 +13,7 @@ from benchmarks.families import unet, unet_arms
 from benchmarks.plan import IMPLEMENTATIONS
 from tests import workloads
 from tests.workloads import Arms, call, error
-from zoo.unet.config import PRESETS
+from zoo.unet.blocks import PRESETS
 from zoo.unet.convert import WEIGHTS
 
 with warnings.catch_warnings():

@@ -42,7 +42,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         g, learned = (
             each.tensors._replace(
                 split=split_rows(each.tensors.rowptr, 40, size),
-                transpose=each.tensors.transpose._replace(split=split_rows(each.transpose.colptr, 40, size)),
+                transpose=each.tensors.transpose._replace(split=split_rows(each.tensors.transpose.colptr, 40, size)),
             )
             for each in (graph, weighted)
         )

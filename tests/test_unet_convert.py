@@ -73,7 +73,7 @@ def test_masks_of_pixels() -> None:
         assert reference.relative_error(ours(**inputs).sample, expected) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["sd", "xl", "three levels", "uneven depths"])
+@pytest.mark.parametrize("case", ["sd", "xl", "three levels", "one level", "uneven depths"])
 def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = reference.make(case)
     ours = zoo.from_upstream(theirs)
@@ -125,8 +125,8 @@ def test_presets_are_the_published_models(name: str) -> None:
         (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
         (lambda module: module.mid_block.register_forward_hook(print), "mid_block='a module with a hook'"),
         (lambda module: setattr(module, "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
-        (lambda module: module.fuse_qkv_projections(), "has a FusedAttnProcessor2_0.*unfuse_qkv"),
-        (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "has a SlicedAttnProcessor"),
+        (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
+        (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
         (lambda module: module.mid_block.attentions.append(nn.Identity()), "attentions.1=Identity"),
     ],
     ids=["FreeU", "hook", "replaced", "fused", "sliced", "added"],
@@ -195,8 +195,10 @@ def test_configs_that_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
     for options, words in (
         ({"encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim_type='text_proj'"),
-        ({"cross_attention_dim": [24, 32]}, r"cross_attention_dim=\[24, 32\]"),
-        ({"norm_num_groups": None}, "norm_num_groups=None"),
+        ({"cross_attention_dim": [24, 32]}, r"cross_attention_dim is \[24, 32\], expected a positive integer"),
+        ({"norm_num_groups": None}, "norm_num_groups is None"),
+        ({"reverse_transformer_layers_per_block": [[2, 0], 1, 1]}, "expected a positive integer for each of 3 levels"),
+        ({"timestep_post_act": "silu"}, "timestep_post_act='silu' is not supported: expected None"),
         ({"brand_new": 1}, "brand_new=1"),
     ):
         (tmp_path / "config.json").write_text(

@@ -19,7 +19,7 @@ from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
 from zoo.ops.products import gated_gelu, gated_gelu_product
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock
 from zoo.unet import blocks as products
-from zoo.unet.config import PRESETS, BlockShape
+from zoo.unet.blocks import PRESETS, BlockShape
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:

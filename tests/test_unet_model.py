@@ -14,8 +14,8 @@ import zoo
 from tests.blocks import Doubled
 from zoo.engine.captured import side_stream
 from zoo.unet import ResnetBlock, TransformerBlock, UNet
-from zoo.unet.blocks import sinusoids
-from zoo.unet.config import PRESETS
+from zoo.unet.blocks import PRESETS
+from zoo.unet.model import sinusoids
 
 
 def make(name: str, **changes: Any) -> UNet:
@@ -93,19 +93,19 @@ def test_a_replaced_product_is_called(name: str) -> None:
     plain = getattr(block, name)
     heard: list[int] = []
     with torch.inference_mode():
-        before = block(x.clone(), key, None, None)
+        before = block(x.clone(), key)
         handle = plain.register_forward_hook(lambda *_: heard.append(1))
-        torch.testing.assert_close(block(x.clone(), key, None, None), before)
+        torch.testing.assert_close(block(x.clone(), key), before)
         assert heard == [1]
         handle.remove()
         adapted = Doubled(plain.in_features, plain.out_features, plain.bias is not None)
         adapted.load_state_dict(plain.state_dict())
         setattr(block, name, adapted)
-        found = block(x.clone(), key, None, None)
+        found = block(x.clone(), key)
         twice = nn.Linear(plain.in_features, plain.out_features, plain.bias is not None)
         twice.load_state_dict({key: 2 * value for key, value in plain.state_dict().items()})
         setattr(block, name, twice)
-        torch.testing.assert_close(found, block(x.clone(), key, None, None))
+        torch.testing.assert_close(found, block(x.clone(), key))
         assert not torch.allclose(found, before)
 
 

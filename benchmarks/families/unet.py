@@ -17,12 +17,11 @@ from benchmarks.families import base, unet_arms
 from benchmarks.plan import Case
 from benchmarks.strategies import READY_BATCHES, reference_losses
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
-from zoo.unet.config import PRESETS
+from zoo.unet.blocks import PRESETS
 from zoo.unet.convert import placements
 
 # Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.
 SCHEDULER: dict[str, Any] = {
-    "_class_name": "EulerDiscreteScheduler",
     "beta_start": 0.00085,
     "beta_end": 0.012,
     "beta_schedule": "scaled_linear",
@@ -177,8 +176,10 @@ class ZooLoop(nn.Module):
         self.sampler = self._make(cuda_graph=True)
 
     def _make(self, *, cuda_graph: bool) -> Sampler:
+        from diffusers import EulerDiscreteScheduler
+
         shape = (1, self.unet.config.in_channels, self.size, self.size)
-        schedule = make_schedule(SCHEDULER, self.steps)
+        schedule = make_schedule(EulerDiscreteScheduler(**SCHEDULER), self.steps)
         return Sampler(self.unet, schedule, shape=shape, guidance_scale=GUIDANCE, cuda_graph=cuda_graph)
 
 
@@ -190,7 +191,7 @@ class PipelineLoop(nn.Module):
         from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
         self.unet, self.steps, self.size = unet, steps, size
-        scheduler = EulerDiscreteScheduler(**{key: value for key, value in SCHEDULER.items() if key[0] != "_"})
+        scheduler = EulerDiscreteScheduler(**SCHEDULER)
         kind, parts = StableDiffusionPipeline, ["vae", "text_encoder", "tokenizer"]
         options = {"requires_safety_checker": False, "safety_checker": None, "feature_extractor": None}
         if unet.config.addition_embed_type is not None:

@@ -1,12 +1,13 @@
 """The three convolutions, to build with or inside the layers of model.py, and the normalisations between them.
 
 Each takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw ``edge_index``,
-which it prepares and remembers. Arguments are torch-geometric's.
+which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources and D
+destinations, outputs are of the destinations, and features a pair ([S, C_s], [D, C_d]); or those of the sources alone,
+of which the destinations are the first.
 
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
-import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -18,11 +19,11 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
 from zoo.ops.common import accumulation_dtype, kernels_run
-from zoo.ops.csr import GraphTensors, Own, attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import GraphTensors, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
-Features: TypeAlias = Tensor | tuple[Tensor, Tensor]
+Features: TypeAlias = Tensor | tuple[Tensor, Tensor]  # of all nodes, or of sources and of destinations
 VECTOR = 8  # values of half precision in 16 bytes
 MANY_NODES = 2**16  # from here on padding the weights pays off
 
@@ -42,22 +43,31 @@ class _Conv(nn.Module):
         return next(self.parameters())
 
     def _tensors(
-        self, graph: Graph, edge_weight: Tensor | None, *features: tuple[Tensor, nn.Linear | None]
+        self, graph: Graph, edge_weight: Tensor | None, x: Features, *linears: nn.Linear | None
     ) -> GraphTensors:
-        """Prepare a graph; each of sources and destinations comes with the layer that takes its features."""
+        """Prepare a graph for features that go through one layer or, of sources and destinations, through two."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
-        for x, linear in features:
+        sources: Any
+        own: Any
+        sources, own = x if isinstance(x, tuple) and len(linears) == 2 else (x, x)
+        for each, linear in zip((sources, own), linears, strict=False):
             if linear is not None:
-                validate.tensor("x", x, f"N {linear.in_features}", kinds="floating", like=linear.weight)
-            elif not isinstance(x, Tensor):
-                raise TypeError(f"x of the destinations is a {type(x).__name__}, expected a tensor: torch.empty(D, 0)")
-        prepared = self._memory.prepare(graph, edge_weight, [x for x, _ in features], self.recipe)
-        counts = prepared.num_sources, prepared.num_destinations
-        for (x, _), count in zip(features, counts, strict=False):
-            check_nodes(x, count, prepared.device)
+                validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
+            elif not isinstance(each, Tensor):
+                found = type(each).__name__
+                raise TypeError(f"x of the destinations is a {found}, expected a tensor: torch.empty(D, 0)")
+        prepared = self._memory.prepare(graph, edge_weight, sources, self.recipe, own.shape[0])
+        check_nodes(sources, prepared.num_sources, prepared.device)
+        if own is not sources:
+            check_nodes(own, prepared.num_destinations, prepared.device)
+        elif len(linears) == 2 and prepared.num_destinations > own.shape[0]:
+            raise ValueError(
+                f"the graph has {prepared.num_destinations} destinations and x {own.shape[0]} rows, of which they must "
+                "be the first; pass x=(sources, destinations)"
+            )
         return prepared.tensors
 
 
@@ -81,18 +91,12 @@ class GCNConv(_Conv):
         # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Glorot for the weight, zero for the bias."""
+        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         nn.init.xavier_uniform_(self.lin.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
-        graph = self._tensors(graph, edge_weight, (x, self.lin))
+        graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
             return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
         table = _product(x, self.lin.weight)
@@ -118,66 +122,44 @@ class SAGEConv(_Conv):
         self.aggr = aggr
         self.normalize = normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
-        self.aggregate_first = (
-            aggr == "max" or sources < out_channels or (input_layer and sources == out_channels and not project)
-        )
+        no_gradient = input_layer and not project
+        self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
         # One product serves neighbours and the node itself.
         self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
         self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
 
-    def reset_parameters(self) -> None:
-        """The initialisation of ``nn.Linear`` for all of them."""
-        for linear in (self.lin, self.lin_l, self.lin_r):
-            if linear is not None:
-                linear.reset_parameters()
-
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out] on a rectangular graph."""
+        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]."""
+        graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
         sources, root = x if isinstance(x, tuple) else (x, x)
-        graph = self._tensors(graph, edge_weight, (sources, self.lin_l), (root, self.lin_r))
-        fewer = graph.rowptr.shape[0] <= root.shape[0]
-        if not self.in_one or not isinstance(x, Tensor):
-            out = self._two_products(sources, root[: graph.rowptr.shape[0] - 1] if fewer else root, graph)
-            out = _add(out, self.lin_l.bias)
-        elif self.aggregate_first or fewer:
-            # With fewer rows than the features have, a product before the sum would compute all of them.
-            both = self._aggregate(sources, graph, own="concat")
-            out = F.linear(both, torch.cat(self._weights, dim=1), self.lin_l.bias)
+        weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
+        aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
+        if self.in_one and isinstance(x, Tensor):
+            assert self.lin_r is not None
+            weights = weight, self.lin_r.weight
+            if self.aggregate_first or fewer:
+                # With fewer rows than the features have, a product before the sum would compute all of them.
+                out = F.linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias)
+            else:
+                out = aggregate(_product(x, *weights), graph, own="add", bias=bias, channels=weight.shape[0])
         else:
-            table, width = _product(sources, *self._weights), self.lin_l.out_features
-            out = self._aggregate(table, graph, own="add", bias=self.lin_l.bias, channels=width)
+            if self.lin is not None:
+                sources = self.lin(sources).relu()
+            if self.aggregate_first:
+                out = F.linear(aggregate(sources, graph), weight)
+            else:
+                out = aggregate(F.linear(sources, weight), graph)
+            if self.lin_r is not None:
+                root = root[: graph.rowptr.shape[0] - 1] if fewer else root
+                if out.dtype == root.dtype == self.lin_r.weight.dtype:
+                    # In place the second product adds to the first; out of place torch would copy the first.
+                    out = out.addmm_(root, self.lin_r.weight.t())
+                else:  # under autocast, which casts nothing for an in-place product
+                    out = out + self.lin_r(root)
+            out = _add(out, bias)
         return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-
-    @property
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        assert self.lin_r is not None
-        return self.lin_l.weight, self.lin_r.weight
-
-    def _two_products(self, sources: Tensor, root: Tensor, graph: GraphTensors) -> Tensor:
-        """The convolution without its bias, a product for neighbours and another for the nodes' own features."""
-        if self.lin is not None:
-            sources = self.lin(sources).relu()
-        if self.aggregate_first:
-            out = F.linear(self._aggregate(sources, graph), self.lin_l.weight)
-        else:
-            out = self._aggregate(F.linear(sources, self.lin_l.weight), graph)
-        if self.lin_r is None:
-            return out
-        if not out.dtype == root.dtype == self.lin_r.weight.dtype:
-            return out + self.lin_r(root)  # under autocast, which casts nothing for an in-place product
-        # In place the second product adds to the first; out of place torch would copy the first.
-        return out.addmm_(root, self.lin_r.weight.t())
-
-    def _aggregate(
-        self, x: Tensor, graph: GraphTensors, *, own: Own = None, bias: Tensor | None = None,
-        channels: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        if self.aggr == "max":
-            return max_neighbours(x, graph)
-        aggregate = mean_neighbours if self.aggr == "mean" else sum_neighbours
-        return aggregate(x, graph, own=own, bias=bias, channels=channels)
 
 
 class GATConv(_Conv):
@@ -201,38 +183,33 @@ class GATConv(_Conv):
         self.concat = concat
         self.negative_slope = negative_slope
         self.dropout = dropout
-        self.lin: nn.Linear | None = None
-        self.lin_src: nn.Linear | None = None
-        self.lin_dst: nn.Linear | None = None
+        self.lin = self.lin_src = self.lin_dst = None
         if isinstance(in_channels, int):
             self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
+            own = in_channels
         else:
-            self.lin_src = nn.Linear(in_channels[0], heads * out_channels, bias=False)
-            self.lin_dst = nn.Linear(in_channels[1], heads * out_channels, bias=False)
+            sources, own = in_channels
+            self.lin_src = nn.Linear(sources, heads * out_channels, bias=False)
+            self.lin_dst = nn.Linear(own, heads * out_channels, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
-        own = in_channels if isinstance(in_channels, int) else in_channels[1]
         self.res = nn.Linear(own, total, bias=False) if residual else None
-        self.bias = nn.Parameter(torch.empty(total)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Glorot for weights and attention vectors, zero for the bias."""
+        self.bias = nn.Parameter(torch.zeros(total)) if bias else None
+        # Glorot for weights and attention vectors.
         for linear in (self.lin, self.lin_src, self.lin_dst, self.res):
             if linear is not None:
                 nn.init.xavier_uniform_(linear.weight)
+        bound = math.sqrt(6.0 / (heads + out_channels))
         for vector in (self.att_src, self.att_dst):
-            bound = math.sqrt(6.0 / (vector.shape[1] + vector.shape[2]))
             nn.init.uniform_(vector, -bound, bound)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
+        of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
+        assert of_sources is not None and of_own is not None
+        graph = self._tensors(graph, edge_weight, x, of_sources, of_own)
         sources, own = x if isinstance(x, tuple) else (x, x)
-        of_sources, of_own = self._linears
-        graph = self._tensors(graph, edge_weight, (sources, of_sources), (own, of_own))
         # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
         # from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
@@ -241,18 +218,11 @@ class GATConv(_Conv):
         else:
             table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
             a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
-        dropout = self.dropout if self.training else 0.0
-        heads = self.att_src.shape[1]
+        dropout, heads = self.dropout if self.training else 0.0, self.att_src.shape[1]
         out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
-        return _add(out if self.res is None else out + self.res(own), self.bias)
-
-    @property
-    def _linears(self) -> tuple[nn.Linear, nn.Linear]:
-        """The linear layers of sources and of destinations."""
-        if self.lin is not None:
-            return self.lin, self.lin
-        assert self.lin_src is not None and self.lin_dst is not None
-        return self.lin_src, self.lin_dst
+        if self.res is not None:
+            out = out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own)
+        return _add(out, self.bias)
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
@@ -287,14 +257,6 @@ class GraphBatchNorm(nn.BatchNorm1d):
     and a single one becomes the bias.
     """
 
-    def __init__(
-        self, channels: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True,
-        track_running_stats: bool = True,
-    ) -> None:  # fmt: skip
-        if momentum is None:
-            raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-        super().__init__(channels, eps, momentum, affine, track_running_stats)
-
     @property
     def over_nodes(self) -> bool:
         """True if a node's output depends on other nodes: padding must then be left out."""
@@ -305,10 +267,8 @@ class GraphBatchNorm(nn.BatchNorm1d):
         return self._over_first(x, rows) if rows is not None and self.over_nodes else super().forward(x)
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        values, is_node = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows)
-        rows = rows.to(values.dtype)
-        mean = torch.where(is_node, values, 0).sum(dim=0) / rows
-        variance = torch.where(is_node, values - mean, 0).square().sum(dim=0) / rows
+        values, rows = x.to(accumulation_dtype(x.dtype)), rows.to(accumulation_dtype(x.dtype))
+        mean, variance = _moments(values, rows, (0,))
         if self.training and self.running_mean is not None:
             assert self.running_var is not None and self.num_batches_tracked is not None and self.momentum is not None
             with torch.no_grad():
@@ -350,16 +310,18 @@ class GraphLayerNorm(nn.Module):
         return x if self.weight is None else x * self.weight + self.bias
 
     def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        values, is_node, count = x.to(accumulation_dtype(x.dtype)), _is_node(x, rows), rows * x.shape[1]
-        values = values - torch.where(is_node, values, 0).sum() / count
-        variance = torch.where(is_node, values, 0).square().sum() / count
+        values = x.to(accumulation_dtype(x.dtype))
+        mean, variance = _moments(values, rows, (0, 1))
         deviation = variance.clamp(min=torch.finfo(values.dtype).tiny).sqrt()  # the root of zero has no derivative
-        return (values / (deviation + self.eps)).to(x.dtype)
+        return ((values - mean) / (deviation + self.eps)).to(x.dtype)
 
 
-def _is_node(x: Tensor, rows: Tensor) -> Tensor:
-    """[N, 1], True for the first ``rows`` rows; the others are padding."""
-    return (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
+def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and variance over some dimensions of x [N, C], of the first ``rows`` rows; the others are padding."""
+    is_node = (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
+    count = rows * (x.shape[1] if 1 in dims else 1)
+    mean = torch.where(is_node, x, 0).sum(dims) / count
+    return mean, torch.where(is_node, x - mean, 0).square().sum(dims) / count
 
 
 # By the names that torch-geometric gives them.
@@ -371,24 +333,19 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLayerNorm}
 
 
-def make_activation(name: str | None, options: Mapping[str, Any]) -> nn.Module:
-    """An activation by name; None for none."""
-    # An activation in place would write into what an operator returned, which may be needed elsewhere.
-    return _make("act", ACTIVATIONS, name, {**options, "inplace": False} if "inplace" in options else options)
-
-
-def make_norm(name: str | None, channels: int, options: Mapping[str, Any]) -> nn.Module:
-    """A normalisation by name; None for none."""
-    return _make("norm", NORMS, name, {"channels": channels, **options})
-
-
-def _make(kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any]) -> nn.Module:
+def make(
+    kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any], *sizes: int
+) -> nn.Module:
+    """A norm or an activation by name; None for none. ValueError if there is none, or its options do not fit."""
     if name is None:
         return nn.Identity()
     if name not in classes:
         raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
-    known = inspect.signature(classes[name]).parameters
-    wrong = ", ".join(key for key in options if key not in known)
-    if wrong and classes[name] is not nn.Identity:
-        raise ValueError(f"{kind}_kwargs has {wrong}, which {name} does not take; it takes {', '.join(known)}")
-    return classes[name](**options)
+    if options.get("momentum", 0.1) is None:
+        raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
+    if "inplace" in options:  # it would write into what an operator returned, which may be needed elsewhere
+        options = {**options, "inplace": False}
+    try:
+        return classes[name](*sizes, **options)
+    except TypeError as error:
+        raise ValueError(f"{kind}_kwargs is {dict(options)}, which {name} does not take: {error}") from error

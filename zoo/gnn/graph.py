@@ -11,7 +11,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -44,91 +43,60 @@ def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 class Recipe(NamedTuple):
     """How a model prepares its graph, once for all layers."""
 
-    self_loops: bool = False  # exactly one a node; of several the last one's weight counts, and all get its gradient
+    self_loops: bool = False  # exactly one a node; of several the last one's weight counts
     normalize: bool = False  # weights are GCN's, w_ij / sqrt(d_i d_j) with weighted degrees d
     improved: bool = False  # added self-loops weigh 2, if the graph has weights at all, as in torch-geometric
     mean: bool = False  # inverse degrees are there
     weighted: bool = True  # edge weights are used; a graph that has some is refused otherwise
 
 
-class _Edges(NamedTuple):
-    """Edges [E] sorted by destination. ``origin`` is each edge's place in the input; past its end for an added one."""
-
-    source: Tensor
-    destination: Tensor
-    origin: Tensor
-
-    def at(self, places: Tensor) -> _Edges:
-        return _Edges(*(each.index_select(0, places) for each in self))
-
-
 class _Structure:
-    """A graph without weights, shared by graphs that differ in weights and recipe, and tensors derived from it."""
+    """A graph without weights, shared by graphs that differ in weights and recipe, and tensors derived from it.
 
-    def __init__(self, edges: _Edges, inputs: int, sizes: tuple[int, int]) -> None:
-        order = torch.sort(edges.destination, stable=True).indices
-        self._sorted: _Edges | None = edges.at(order)
+    Edges [E] are sorted by destination. ``origin`` is each edge's place in the input; past its end for an added one.
+    """
+
+    def __init__(self, edges: Sequence[Tensor], inputs: int, sizes: tuple[int, int]) -> None:
+        order = torch.sort(edges[1], stable=True).indices
+        self.source, self.destination, self.origin = (each.index_select(0, order) for each in edges)
         self.count = len(order)
         self.inputs = inputs
         self.sizes = sizes
-        self.rowptr = _pointers(self.edges.destination, sizes[1])
+        self.rowptr = _pointers(self.destination, sizes[1])
         self.split = _split(self.rowptr, self.count)
         self.transposed: Transpose | None = None
         self._looped: _Structure | None = None
-        # [2, K]: places in the input of self-loops that another one of the same node replaced, and of those others.
-        self.replaced: Tensor | None = None
-        self.unweighted: dict[Any, GraphTensors] = {}
-
-    @property
-    def edges(self) -> _Edges:
-        if self._sorted is None:
-            assert self._looped is not None
-            with torch.inference_mode(False), torch.no_grad():
-                edges = self._looped.edges
-                self._sorted = edges.at((edges.origin < self.inputs).nonzero().view(-1))
-        return self._sorted
 
     def looped(self) -> _Structure:
         """The same graph with exactly one self-loop a node that is both a source and a destination."""
         if self._looped is None:
-            edges = self.edges
-            is_loop = edges.source == edges.destination
-            loops, others = edges.at(is_loop.nonzero().view(-1)), edges.at((~is_loop).nonzero().view(-1))
-            nodes = torch.arange(min(self.sizes), dtype=edges.source.dtype, device=edges.source.device)
+            edges, is_loop = (self.source, self.destination, self.origin), self.source == self.destination
+            loops, others = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
+            nodes = torch.arange(min(self.sizes), dtype=self.source.dtype, device=self.source.device)
             # Of several self-loops of a node the last of the input counts, on every device.
             origin = torch.full_like(nodes, -1)
-            origin.scatter_reduce_(0, loops.source.long(), loops.origin, "amax")
-            kept = origin[loops.source]
-            replaced = (kept != loops.origin).nonzero().view(-1)
-            added = _Edges(nodes, nodes, origin.masked_fill(origin == -1, self.inputs))
-            both = _Edges(*(torch.cat(pair) for pair in zip(others, added, strict=True)))
+            origin.scatter_reduce_(0, self.source[loops].long(), self.origin[loops], "amax")
+            added = nodes, nodes, origin.masked_fill(origin == -1, self.inputs)
+            both = [torch.cat([each[others], new]) for each, new in zip(edges, added, strict=True)]
             self._looped = _Structure(both, self.inputs, self.sizes)
-            if replaced.numel():
-                self._looped.replaced = torch.stack([loops.origin[replaced], kept[replaced]])
-            if not loops.source.numel():
-                self._sorted = None  # the graph with self-loops holds these edges too
         return self._looped
 
     def transpose(self) -> Transpose:
         """Without weights; sorted at first use."""
         if self.transposed is None:
-            edges = self.edges
-            source, order = torch.sort(edges.source, stable=True)
+            source, order = torch.sort(self.source, stable=True)
             permutation = order.to(source.dtype)
             colptr = _pointers(source, self.sizes[0])
-            destination = edges.destination.index_select(0, permutation)
+            destination = self.destination.index_select(0, permutation)
             self.transposed = Transpose(colptr, destination, permutation, None, _split(colptr, self.count))
         return self.transposed
 
     def to(self, device: torch.device | str) -> _Structure:
         moved = copy.copy(self)
-        if self._sorted is not None:
-            moved._sorted = _Edges(*(each.to(device) for each in self._sorted))
-        moved.rowptr = self.rowptr.to(device)
-        moved.split = _split(moved.rowptr, self.count)
-        moved.transposed, moved.unweighted = None, {}
-        moved._looped = None if self._looped is None else self._looped.to(device)
-        moved.replaced = None if self.replaced is None else self.replaced.to(device)
+        for name, value in vars(self).items():
+            if isinstance(value, (Tensor, _Structure)):
+                setattr(moved, name, value.to(device))
+        moved.split, moved.transposed = _split(moved.rowptr, self.count), None
         return moved
 
 
@@ -145,7 +113,7 @@ class CSRGraph:
     """A graph in compressed sparse rows, one row a destination, built once and used by every layer and every call.
 
     Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. What a
-    model of another recipe needs is derived once and remembered by all graphs of one ``from_edge_index``.
+    model of another recipe needs is derived once and remembered.
 
     ``tensors`` is what regions see. Weights that require grad are normalised at each use. In-place changes of the
     ``edge_index`` or of weights without grad are not seen: build another graph.
@@ -153,16 +121,16 @@ class CSRGraph:
 
     def __init__(
         self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype,
-        derived: dict[Any, GraphTensors],
     ) -> None:  # fmt: skip
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
-        self._derived = derived
         self.recipe = recipe
         self.weight_dtype = weight_dtype
-        self.is_square = structure.sizes[0] == structure.sizes[1]
+        self.num_sources, self.num_destinations = structure.sizes
+        self.is_square = self.num_sources == self.num_destinations
         self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose
+        self._others: dict[tuple[Recipe, torch.dtype], CSRGraph] = {}  # of other recipes
 
     @classmethod
     def from_edge_index(
@@ -174,7 +142,7 @@ class CSRGraph:
         the number of nodes N, or (S, D) for a rectangular graph; one more than the greatest index when left out.
         TypeError or ValueError if a dtype, shape or device is wrong, or an index is out of range.
         """
-        check_edges(edge_index, edge_weight)
+        check_edges(edge_index)
         with torch.inference_mode(False), torch.no_grad():
             edge_index = edge_index.as_subclass(Tensor)  # it may be torch-geometric's EdgeIndex
             sizes, count = _node_counts(edge_index, num_nodes), edge_index.shape[1]
@@ -182,43 +150,33 @@ class CSRGraph:
             dtype = torch.int32 if count + max(sizes) < 2**31 else torch.int64
             source, destination = edge_index.to(dtype)
             origin = torch.arange(count, dtype=dtype, device=edge_index.device)
-            structure = _Structure(_Edges(source, destination, origin), count, sizes)
-        return cls._attach(structure, edge_weight)
+            structure = _Structure((source, destination, origin), count, sizes)
+        graph = cls(structure, None, Recipe(), torch.float32)
+        return graph if edge_weight is None else graph.with_weights(edge_weight)
 
-    @classmethod
-    def _attach(cls, structure: _Structure, edge_weight: Tensor | None) -> CSRGraph:
-        if edge_weight is None:
-            return cls(structure, None, Recipe(), torch.float32, structure.unweighted)
+    def with_weights(self, edge_weight: Tensor) -> CSRGraph:
+        """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
+        options: dict[str, Any] = {"like": self.device, "like_name": "the edges", "hint": ", one weight per edge"}
+        validate.tensor("edge_weight", edge_weight, f"{self._structure.inputs}", kinds="floating", **options)
         if not edge_weight.requires_grad:
             with torch.inference_mode(False):
                 edge_weight = edge_weight.clone()
-        return cls(structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype), {})
-
-    def with_weights(self, edge_weight: Tensor | None) -> CSRGraph:
-        """The graph without self-loops or normalisation and with other weights, [E] in the order of the input."""
-        if edge_weight is not None:
-            _check_edge_weight(edge_weight, self._structure.inputs, self.device)
-        return self._attach(self._structure, edge_weight)
+        return CSRGraph(self._structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype))
 
     def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
         """The graph that a recipe asks for, always derived from the edges as they were given."""
-        if recipe == self.recipe and weight_dtype == self.weight_dtype:
-            self._prepare()
-            return self
+        key = recipe, weight_dtype
+        graph = self if key == (self.recipe, self.weight_dtype) else self._others.get(key)
+        if graph is not None:
+            graph._prepare()
+            return graph
         if self._edge_weight is not None and not recipe.weighted:
             raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
         if recipe.normalize and not self.is_square:
-            raise ValueError(
-                f"normalisation needs a square graph, this one has {self.num_sources} sources and "
-                f"{self.num_destinations} destinations; use normalize=False, or GraphSAGE or GAT"
-            )
-        graph = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype, self._derived)
+            raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
+        graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         graph._prepare()
         return graph
-
-    def gcn_normalized(self, *, add_self_loops: bool = True, improved: bool = False) -> CSRGraph:
-        """The graph with the symmetric normalisation of GCN as weights; see ``Recipe``."""
-        return self.prepared(Recipe(self_loops=add_self_loops, normalize=True, improved=improved), self.weight_dtype)
 
     @property
     def tensors(self) -> GraphTensors:
@@ -242,26 +200,19 @@ class CSRGraph:
             if learn:
                 edges.transpose()
             for transpose in () if self._differentiable else (False, True)[: 1 + learn]:
-                key = self.recipe, self.weight_dtype, transpose
-                if key not in self._derived:
-                    self._derived[key] = self._build(transpose)
-                self._ready[transpose] = self._derived[key]
+                if transpose not in self._ready:
+                    self._ready[transpose] = self._build(transpose)
 
     def _build(self, transpose: bool) -> GraphTensors:
         structure = self._edges
         if transpose and False in self._ready:
             plain = self._ready[False]
             return plain._replace(transpose=_weighted(structure.transpose(), plain.weight))
-        source, destination, origin = structure.edges
         weight = None
         if self._edge_weight is not None:
             given = self._edge_weight.to(torch.promote_types(self._edge_weight.dtype, self.weight_dtype))
-            if self._differentiable and structure.replaced is not None:
-                # Adds zero, for the gradient that torch-geometric gives replaced self-loops.
-                lost, kept = structure.replaced
-                given = given.index_add(0, kept, (given - given.detach()).index_select(0, lost))
             added = given.new_full((1,), 2.0 if self.recipe.improved else 1.0)
-            weight = torch.cat([given, added]).index_select(0, origin)
+            weight = torch.cat([given, added]).index_select(0, structure.origin)
         if self.recipe.normalize:
             weight = _normalized(structure, weight, self.weight_dtype)
         inverse_degree = None
@@ -269,7 +220,7 @@ class CSRGraph:
             inverse_degree = structure.rowptr.diff().clamp(min=1).to(self.weight_dtype).reciprocal()
         weight = None if weight is None else weight.to(self.weight_dtype)
         return GraphTensors(
-            rowptr=structure.rowptr, source=source, destination=destination, weight=weight,
+            rowptr=structure.rowptr, source=structure.source, destination=structure.destination, weight=weight,
             inverse_degree=inverse_degree, split=structure.split,
             transpose=_weighted(structure.transpose(), weight) if transpose else None,
         )  # fmt: skip
@@ -277,22 +228,6 @@ class CSRGraph:
     @property
     def _edges(self) -> _Structure:
         return self._structure.looped() if self.recipe.self_loops else self._structure
-
-    @property
-    def transpose(self) -> Transpose:
-        """The edges sorted by source; built at first use."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self._edges.transpose()
-
-    @property
-    def num_sources(self) -> int:
-        """S."""
-        return self._structure.sizes[0]
-
-    @property
-    def num_destinations(self) -> int:
-        """D."""
-        return self._structure.sizes[1]
 
     @property
     def num_edges(self) -> int:
@@ -310,18 +245,11 @@ class CSRGraph:
         with torch.inference_mode(False):
             weight = None if self._edge_weight is None else self._edge_weight.to(device)
             structure = self._structure.to(device)
-        derived = structure.unweighted if weight is None else {}
-        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype, derived)
+        moved = CSRGraph(structure, weight, self.recipe, self.weight_dtype)
         if self._ready:
             with torch.no_grad():
                 moved._prepare()
         return moved
-
-    def __repr__(self) -> str:
-        nodes = self.num_sources if self.is_square else self._structure.sizes
-        weighted = ", weighted" if self._edge_weight is not None else ""
-        done = "".join(f", {word}" for word in ("self_loops", "normalize", "mean") if getattr(self.recipe, word))
-        return f"CSRGraph(nodes={nodes}, edges={self.num_edges}{weighted}{done}, device={self.device})"
 
 
 def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
@@ -331,7 +259,7 @@ def _weighted(transpose: Transpose, weight: Tensor | None) -> Transpose:
 
 def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """w_ij / sqrt(d_i d_j) [E], in at least ``dtype``; a degree of zero gives zero and no gradient."""
-    source, destination, _ = structure.edges
+    source, destination = structure.source, structure.destination
     if weight is None:
         degree = structure.rowptr.diff().to(dtype)
     else:
@@ -342,17 +270,6 @@ def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype
     return both if weight is None else both * weight
 
 
-class _TensorVersion:
-    """Recognises a tensor that is the same object and was not changed since."""
-
-    def __init__(self, tensor: Tensor, on_death: Callable[[Any], Any] | None = None) -> None:
-        self._reference = weakref.ref(tensor, on_death)
-        self._version = _version_of(tensor)
-
-    def is_still(self, tensor: Tensor) -> bool:
-        return self._reference() is tensor and self._version is not None and self._version == _version_of(tensor)
-
-
 def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """Changes with every in-place operation that torch counts; None for inference tensors, of which it counts none."""
     if tensor.is_inference():
@@ -360,13 +277,11 @@ def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-@dataclass(eq=False)
-class _Remembered:
-    edges: _TensorVersion
+class _Remembered(NamedTuple):
+    edges: weakref.ref[Tensor]
+    version: tuple[Any, ...] | None
     num_nodes: tuple[int, int]
-    unweighted: CSRGraph
-    # One tuple, read and written at once: another thread may call with other weights.
-    weighted: tuple[_TensorVersion, CSRGraph] | None = None
+    graph: CSRGraph
 
 
 class GraphMemory:
@@ -382,20 +297,18 @@ class GraphMemory:
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
         return GraphMemory, ()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     @dynamo_disabled
     def prepare(
-        self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, features: Sequence[Tensor], recipe: Recipe,
+        self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe,
+        destinations: int | None = None,
     ) -> CSRGraph:  # fmt: skip
-        """Raw edges or any CSRGraph to what ``recipe`` asks for; ``features`` are those of sources and destinations."""
-        x, dtype = features[0], accumulation_dtype(features[0].dtype)
+        """Raw edges or any CSRGraph to what ``recipe`` asks for; x [S, C], and S destinations if left out."""
+        dtype = accumulation_dtype(x.dtype)
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with a CSRGraph; use graph.with_weights(edge_weight)")
             return graph.prepared(recipe, dtype)
-        check_edges(graph, edge_weight)
+        check_edges(graph)
         if is_step_input(graph):
             raise ValueError(
                 "edge_index is an input of zoo.cuda_graph, which would bake in the graph prepared from its first "
@@ -405,34 +318,26 @@ class GraphMemory:
             raise ValueError(f"edge_index is on {graph.device} and x on {x.device}; use edge_index.to({x.device})")
         if edge_weight is not None and not recipe.weighted:
             raise ValueError("edge_weight was given, but this layer does not use edge weights; leave it out")
-        entry = self._entry(graph, (x.shape[0], features[-1].shape[0]))
-        prepared = self._weighted(entry, edge_weight).prepared(recipe, dtype)
+        prepared = self._remembered(graph, (x.shape[0], x.shape[0] if destinations is None else destinations))
+        if edge_weight is not None:
+            prepared = prepared.with_weights(edge_weight)
+        prepared = prepared.prepared(recipe, dtype)
         if is_captured(prepared.device):
             # Replays of the CUDA graph read its memory as long as the model lives.
             self._captured.append(prepared)
         return prepared
 
-    def _entry(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> _Remembered:
-        key, entries = id(edge_index), self._entries
+    def _remembered(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> CSRGraph:
+        """The graph of raw edges, without weights."""
+        key, entries, seen = id(edge_index), self._entries, (_version_of(edge_index), num_nodes)
         entry = entries.pop(key, None)
-        if entry is None or entry.num_nodes != num_nodes or not entry.edges.is_still(edge_index):
-            seen = _TensorVersion(edge_index, lambda _: entries.pop(key, None))
-            entry = _Remembered(seen, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes))
+        if entry is None or entry.edges() is not edge_index or entry[1:3] != seen or seen[0] is None:
+            edges = weakref.ref(edge_index, lambda _: entries.pop(key, None))
+            entry = _Remembered(edges, *seen, CSRGraph.from_edge_index(edge_index, None, num_nodes))
         entries[key] = entry
         if len(entries) > REMEMBERED:
             del entries[next(iter(entries))]
-        return entry
-
-    def _weighted(self, entry: _Remembered, edge_weight: Tensor | None) -> CSRGraph:
-        if edge_weight is None:
-            return entry.unweighted
-        if edge_weight.requires_grad or is_step_input(edge_weight):
-            # Prepared at each call: weights that learn need a gradient, and inputs of a captured step change.
-            return entry.unweighted.with_weights(edge_weight)
-        weighted = entry.weighted
-        if weighted is None or not weighted[0].is_still(edge_weight):
-            weighted = entry.weighted = _TensorVersion(edge_weight), entry.unweighted.with_weights(edge_weight)
-        return weighted[1]
+        return entry.graph
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
@@ -443,19 +348,10 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
         raise ValueError(f"x is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
 
 
-def check_edges(edge_index: Tensor, edge_weight: Tensor | None) -> None:
-    """Refuse a raw graph of a wrong kind or shape. Reads no value."""
-    if isinstance(edge_index, list) and any(isinstance(each, GraphTensors) for each in edge_index):
-        raise TypeError("edge_index is a list of GraphTensors; pass tuple(batch.graphs), or use batch.to(device)")
+def check_edges(edge_index: Tensor) -> None:
+    """Refuse raw edges of a wrong kind or shape. Reads no value."""
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
     validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), hint=hint)
-    if edge_weight is not None:
-        _check_edge_weight(edge_weight, edge_index.shape[1], edge_index.device)
-
-
-def _check_edge_weight(edge_weight: Tensor, edges: int, device: torch.device) -> None:
-    options: dict[str, Any] = {"like": device, "like_name": "the edges", "hint": ", one weight per edge"}
-    validate.tensor("edge_weight", edge_weight, f"{edges}", kinds="floating", **options)
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
@@ -468,11 +364,9 @@ def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) ->
     if len(counts) != 2 or not all(type(count) is int and (count >= 0 or num_nodes is None) for count in counts):
         raise ValueError(f"num_nodes is {num_nodes!r}, expected a count, or (sources, destinations)")
     for what, low, high, count in zip(("source", "destination"), least, greatest, counts, strict=True):
-        if low < 0:
-            raise ValueError(f"edge_index holds the negative {what} {low}; nodes are numbered from 0")
-        if high >= count:
+        if low < 0 or high >= count:
             raise ValueError(
-                f"edge_index holds {what} {high}, but there are {count} nodes (0 to {count - 1}); give features for "
-                "every node, or drop the edge"
+                f"edge_index holds {what} {min(low, 0) or high}, but there are {count} nodes (0 to {count - 1}); give "
+                "features for every node, or drop the edge"
             )
     return counts

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.gnn.convs import GATConv, GCNConv, Graph, Graphs, SAGEConv, make_activation, make_norm
+from zoo.gnn.convs import ACTIVATIONS, NORMS, GATConv, GCNConv, Graphs, SAGEConv, make
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
 from zoo.ops.common import accumulation_dtype
 from zoo.ops.csr import GraphTensors
@@ -80,21 +80,18 @@ class GNNConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GCNConfig(GNNConfig):
-    """A GCN; see ``GCNConv``. ``cached`` is kept for torch-geometric: prepared graphs are always remembered here."""
+    """A GCN; see ``GCNConv``."""
 
     improved: bool = False
     add_self_loops: bool | None = None
     normalize: bool = True
     bias: bool = True
-    cached: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.add_self_loops is None:
             # Resolved here, so that configs of equal models are equal.
             object.__setattr__(self, "add_self_loops", self.normalize)
-        if self.add_self_loops and not self.normalize:
-            raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +126,6 @@ class SAGEConfig(GNNConfig):
     root_weight: bool = True
     project: bool = False
     bias: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.one_of(self, "aggr", ("mean", "max", "sum"))
 
 
 # ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
@@ -197,8 +190,8 @@ class GNNEpilogue(nn.Module):
 
     def __init__(self, config: GNNConfig) -> None:
         super().__init__()
-        self.norm = make_norm(config.norm, config.hidden_channels, config.norm_kwargs)
-        self.act = make_activation(config.act, config.act_kwargs)
+        self.norm = make("norm", NORMS, config.norm, config.norm_kwargs, config.hidden_channels)
+        self.act = make("act", ACTIVATIONS, config.act, config.act_kwargs)
         self.act_first = config.act_first
         # Without dropout a training graph ends in one pointwise operation, which needs no Inductor.
         self.dropout = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
@@ -271,8 +264,6 @@ class _Model(nn.Module):
         forgotten. Raises as ``CSRGraph.from_edge_index``.
         """
         if not isinstance(edge_index, CSRGraph):
-            if edge_weight is not None and not self.recipe.weighted:
-                raise ValueError(f"edge_weight was given, but {type(self).__name__} does not use edge weights")
             edge_index = CSRGraph.from_edge_index(edge_index, edge_weight, num_nodes)
         else:
             if num_nodes not in (None, edge_index.num_sources):
@@ -285,56 +276,46 @@ class _Model(nn.Module):
     def _first_conv(self) -> GCNConv | GATConv | SAGEConv:
         return self.layers[0].conv  # type: ignore[return-value]
 
-    def _graph(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
-        validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
-        if isinstance(edge_index, tuple):
-            return self._sampled(x, edge_index, edge_weight)
-        graph = edge_index
-        wanted = self.recipe, accumulation_dtype(x.dtype)
-        if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
-            graph = self._memory.prepare(graph, edge_weight, (x,), self.recipe)
-        if not graph.is_square:
-            raise ValueError(
-                f"the graph has {graph.num_sources} sources and {graph.num_destinations} destinations, but a model of "
-                "several layers needs one set of nodes; use GATConv or SAGEConv on their own"
-            )
-        tensors = graph.tensors
-        check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
-        return tensors
+    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
+        """Features [N, C_in] -> [N, C_out].
 
-    def _sampled(self, x: Tensor, graphs: GraphTensors | Graphs, edge_weight: Tensor | None) -> GraphTensors | Graphs:
-        """Check prepared tensors: of one graph, or of a sampled batch with a graph per layer."""
-        single = isinstance(graphs, GraphTensors)
-        if not single and not all(isinstance(each, GraphTensors) for each in graphs):
-            raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
-        if self.recipe.self_loops or self.recipe.normalize or edge_weight is not None:
-            raise ValueError(
-                f"{type(self).__name__} was given prepared tensors (of a sampled batch), which do not say whether "
-                "self-loops and weights are in them; pass a CSRGraph, or use GraphSAGE"
-            )
-        if isinstance(graphs, GraphTensors):
-            check_nodes(x, graphs.rowptr.shape[0] - 1, graphs.rowptr.device)
-            return graphs
-        if not isinstance(self._first_conv, SAGEConv):
-            raise ValueError(
-                f"{type(self).__name__} was given the graphs of a sampled batch, one per layer, which only GraphSAGE "
-                "takes; pass a CSRGraph of sampler.subgraphs(epoch)"
-            )
-        _check_layers(x, graphs, self.config.num_layers)
-        return graphs
-
-    def _run(self, x: Tensor, graph: GraphTensors | Graphs) -> Tensor:
-        graphs = [graph] * len(self.layers) if isinstance(graph, GraphTensors) else graph
+        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph; a GCN with raw edges factors
+        ``edge_weight`` [E]; a GraphSAGE the features of ``SampledBatch.nodes`` with its ``graphs``, and gives [B,
+        C_out]. What does not fit is a TypeError or ValueError before anything runs.
+        """
         outputs: list[Tensor] = []
-        for layer, edges in zip(self.layers, graphs, strict=True):
-            x = layer(x, edges)
+        for layer, graph in zip(self.layers, self._graphs(x, edge_index, edge_weight), strict=True):
+            x = layer(x, graph)
             if self.config.jk in ("cat", "max"):
                 outputs.append(x)
         if self.head is None:
             return x
-        if not isinstance(graph, GraphTensors):
-            outputs = [each[: x.shape[0]] for each in outputs]
-        return self.head(outputs or [x])
+        # Of a sampled batch each layer has fewer rows.
+        rows = x.shape[0]
+        return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
+
+    def _graphs(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None) -> Graphs:
+        """The graph of each layer."""
+        validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
+        if isinstance(edge_index, tuple):
+            if edge_weight is not None or not isinstance(self._first_conv, SAGEConv):
+                raise ValueError("graphs of a sampled batch are for GraphSAGE without edge weights; pass a CSRGraph")
+            _check_sampled(x, edge_index, self.config.num_layers)
+            return edge_index
+        graph, wanted = edge_index, (self.recipe, accumulation_dtype(x.dtype))
+        if not isinstance(graph, CSRGraph) or edge_weight is not None or (graph.recipe, graph.weight_dtype) != wanted:
+            graph = self._memory.prepare(graph, edge_weight, x, self.recipe)
+        if not graph.is_square:
+            raise ValueError("the graph is rectangular; layers need one set of nodes: use convolutions on their own")
+        tensors = graph.tensors
+        check_nodes(x, tensors.rowptr.shape[0] - 1, tensors.rowptr.device)
+        return (tensors,) * self.config.num_layers
+
+    def region_sizes(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> int:
+        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
+        if not isinstance(edge_index, tuple):
+            return 1
+        return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
 
 
 class GCN(_Model):
@@ -342,23 +323,11 @@ class GCN(_Model):
 
     config: GCNConfig
 
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out].
-
-        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph, and with raw edges factors
-        ``edge_weight`` [E]. What does not fit is a TypeError or ValueError before anything runs.
-        """
-        return self._run(x, self._graph(x, edge_index, edge_weight))
-
 
 class GAT(_Model):
     """Graph attention network (https://arxiv.org/abs/1710.10903), torch-geometric's ``GAT`` v1, of a ``GATConfig``."""
 
     config: GATConfig
-
-    def forward(self, x: Tensor, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None) -> Tensor:
-        """As ``GCN.forward``, without edge weights."""
-        return self._run(x, self._graph(x, edge_index, edge_weight))
 
 
 class GraphSAGE(_Model):
@@ -366,34 +335,23 @@ class GraphSAGE(_Model):
 
     config: SAGEConfig
 
-    def forward(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
-        """As ``GCN.forward``, without edge weights; takes ``SampledBatch.graphs`` too: [N, C_in] -> [B, C_out]."""
-        return self._run(x, self._graph(x, edge_index, edge_weight))
 
-    def region_sizes(self, x: Tensor, edge_index: Graph | Graphs, edge_weight: Tensor | None = None) -> int:
-        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
-        if not isinstance(edge_index, tuple) or isinstance(edge_index, GraphTensors):
-            return 1
-        return len({(edges.rowptr.shape, edges.source.shape) for edges in edge_index})
-
-
-def _check_layers(x: Tensor, graphs: tuple[GraphTensors, ...], layers: int) -> None:
+def _check_sampled(x: Tensor, graphs: Graphs, layers: int) -> None:
     """Each layer's graph must read the rows that the layer before it computes, and write at most as many."""
+    if not all(isinstance(graph, GraphTensors) for graph in graphs):
+        raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
     if len(graphs) != layers:
         raise ValueError(f"there are {len(graphs)} graphs, but {layers} layers; sample as many hops as layers")
-    if (nodes := _sources(graphs[0], x.shape[0])) != x.shape[0]:
-        raise ValueError(f"x has {x.shape[0]} rows and the batch {nodes} nodes; pass x[batch.nodes]")
-    check_nodes(x, nodes, graphs[0].rowptr.device)
     known = x.shape[0]
     for index, graph in enumerate(graphs):
         rows = graph.rowptr.shape[0] - 1
-        if rows > known or _sources(graph, known) != known:
-            raise ValueError(f"layer {index} is given {known} rows, its graph takes others; pass batch.graphs as it is")
+        sources = known if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
+        if rows > known or sources != known:
+            raise ValueError(
+                f"layer {index} is given {known} rows, and its graph is of {sources} nodes; pass x[batch.nodes] with "
+                "batch.graphs as it is"
+            )
         known = rows
-
-
-def _sources(graph: GraphTensors, default: int) -> int:
-    return default if graph.transpose is None else graph.transpose.colptr.shape[0] - 1
 
 
 _MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
@@ -411,13 +369,12 @@ def example_inputs(model: _Model, *, num_nodes: int = 64, num_edges: int = 256, 
 
     There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
     """
-    if num_nodes < 1 and num_edges > 0:
-        raise ValueError(f"num_nodes is {num_nodes} and num_edges {num_edges}: edges need nodes")
+    validate.count("num_nodes", num_nodes)
     weight, config = next(model.parameters()), model.config
     generator = validate.seeded(seed)
     on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
     x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
-    source = torch.randint(max(num_nodes, 1), (num_edges,), **on_cpu)
+    source = torch.randint(num_nodes, (num_edges,), **on_cpu)
     distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
-    edges = torch.stack([source, (source + distance) % max(num_nodes, 1)])
+    edges = torch.stack([source, (source + distance) % num_nodes])
     return {"x": x.to(weight.device, weight.dtype), "edge_index": edges.to(weight.device)}

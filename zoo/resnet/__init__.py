@@ -3,7 +3,6 @@
 from zoo.registry import Family, register
 from zoo.resnet.convert import WEIGHTS
 from zoo.resnet.convert import fold_batch_norm as fold_batch_norm
-from zoo.resnet.convert import transforms as transforms
 from zoo.resnet.model import PRESETS, example_inputs
 from zoo.resnet.model import BasicBlock as BasicBlock
 from zoo.resnet.model import Bottleneck as Bottleneck

@@ -4,7 +4,7 @@ torchvision is imported when a model is converted or weights are asked for by na
 """
 
 import dataclasses
-from collections.abc import Callable
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import upstream
-from zoo.resnet.model import NORMS, STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
+from zoo.resnet.model import STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
 from zoo.weights import Table, WeightMap, refuse_changed
+
+# A member of torchvision's weight enums, with or without the class.
+_NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 
 
 def table(config: ResNetConfig) -> Table:
     """{theirs: ours}; ValueError for a folded model, whose norms are part of its convolutions."""
     if config.folding is not None:
-        raise ValueError("folding is on, and these weights have batch norms: load them, then fold_batch_norm")
+        raise ValueError(
+            "batch norms are folded into the convolutions: convert or load a model with norms, then fold it"
+        )
     names = {"conv1": "stem.conv", "bn1": "stem.norm", "fc": "head.fc"}
     last = 3 if config.block == "bottleneck" else 2
     for stage in range(4):
@@ -44,31 +49,21 @@ def config_of(module: nn.Module) -> ResNetConfig:
     if type(module) is not torchvision.ResNet:
         raise ValueError(f"{type(module).__name__} is a subclass of torchvision's ResNet, whose forward may differ")
     stages: list[Any] = [module.layer1, module.layer2, module.layer3, module.layer4]
-    first = stages[0][0]
-    kinds = {torchvision.BasicBlock: "basic", torchvision.Bottleneck: "bottleneck"}
-    if type(first) not in kinds:
-        _refuse("layer1.0", type(first).__name__, f"supported are {', '.join(cls.__name__ for cls in kinds)}")
-    if type(module.conv1) is not nn.Conv2d:
-        _refuse("conv1", module.conv1, "expected a Conv2d")
-    if type(module.fc) is not nn.Linear or module.fc.bias is None:
-        _refuse("fc", module.fc, "expected a Linear with a bias; put other heads after model.features")
-    norm, options = _norm(module.bn1)
     layers: Any = tuple(len(stage) for stage in stages)
     dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
-    if 0 in layers:
-        _refuse("layers", layers, "every stage needs a block")
+    norm = module.bn1
+    # What this does not read right, of a module of another kind, differs from the skeleton.
     config = ResNetConfig(
-        block=kinds[type(first)], layers=layers, num_classes=module.fc.out_features,
-        in_channels=module.conv1.in_channels, groups=module.groups, width_per_group=module.base_width,
-        replace_stride_with_dilation=dilated, norm=norm, norm_kwargs=options,
+        block="bottleneck" if type(stages[0][0]) is torchvision.Bottleneck else "basic", layers=layers,
+        num_classes=getattr(module.fc, "out_features", 1), in_channels=getattr(module.conv1, "in_channels", 3),
+        groups=module.groups, width_per_group=module.base_width, replace_stride_with_dilation=dilated,
+        norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,
+        norm_momentum=getattr(norm, "momentum", 0.1), track_running_stats=getattr(norm, "track_running_stats", True),
     )  # fmt: skip
     refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
-    # Only norms depend on the mode.
-    norms = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.BatchNorm2d))
-    odd = [name for name, child in norms if child.training != module.training]
-    if odd:
-        mode = "eval" if module.training else "training"
-        _refuse(odd[0], f"a module in {mode} mode", "the model around it is not; put all of it in one mode first")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.BatchNorm2d) and child.training != module.training:
+            _refuse(f"{name}.training", child.training, "the model has another mode; put all of it in one first")
     return config
 
 
@@ -76,12 +71,15 @@ def skeleton(config: ResNetConfig) -> nn.Module:
     """Torchvision's model on the meta device."""
     torchvision = upstream("torchvision.models.resnet")
 
+    options: dict[str, Any] = {"eps": config.norm_eps}
+    if config.norm == "batch":
+        options |= {"momentum": config.norm_momentum, "track_running_stats": config.track_running_stats}
     with torch.device("meta"):
         module: Any = torchvision.ResNet(
             torchvision.Bottleneck if config.block == "bottleneck" else torchvision.BasicBlock, list(config.layers),
             num_classes=config.num_classes, groups=config.groups, width_per_group=config.width_per_group,
             replace_stride_with_dilation=list(config.replace_stride_with_dilation),
-            norm_layer=partial(_norms()[config.norm], **config.norm_kwargs),
+            norm_layer=partial(_norms()[config.norm], **options),
         )  # fmt: skip
         if config.in_channels != 3:
             # torchvision has no option for it; its users put another convolution there.
@@ -93,32 +91,8 @@ def _norms() -> dict[str, type[nn.Module]]:
     return {"batch": nn.BatchNorm2d, "frozen": upstream("torchvision.ops").FrozenBatchNorm2d}
 
 
-def _norm(norm: nn.Module) -> tuple[str, dict[str, Any]]:
-    kinds = {cls: name for name, cls in _norms().items()}
-    if type(norm) not in kinds:
-        _refuse("norm_layer", type(norm).__name__, "supported are BatchNorm2d and FrozenBatchNorm2d")
-    kind = kinds[type(norm)]
-    options = {key: getattr(norm, key) for key in NORMS[kind]}
-    if options.get("momentum", 0.1) is None:
-        _refuse("momentum", None, "a cumulative average reads the device at each step")
-    return kind, {key: value for key, value in options.items() if value != NORMS[kind][key]}
-
-
 def _refuse(option: str, value: Any, why: str) -> None:
     raise ValueError(f"torchvision's ResNet with {option}={value} is not supported: {why}")
-
-
-def transforms(weights: Any) -> Callable[[Any], Tensor]:
-    """Torchvision's preprocessing for pretrained weights: resize, crop, scale, normalise.
-
-    Takes one of torchvision's weight enums, its full name ``"ResNet50_Weights.IMAGENET1K_V2"``, or a preset's name for
-    the weights that torchvision recommends; others are a ValueError. Returns a function of a PIL image, or an integer
-    tensor [C, H, W] or [N, C, H, W], to the model's input.
-    """
-    found = _member(weights) or (_enum_of(weights).get("DEFAULT") if isinstance(weights, str) else None)
-    if found is None:
-        raise ValueError(f"weights is {weights!r}; pass an enum of torchvision's, its full name, or a preset")
-    return found.transforms()
 
 
 def find_weights(name: str, weights: Any) -> Path | None:
@@ -128,44 +102,19 @@ def find_weights(name: str, weights: Any) -> Path | None:
     """
     if isinstance(weights, Path):
         return None
-    if isinstance(weights, str):
-        head, _, tail = weights.rpartition(".")
-        if not tail.isidentifier() or not (head == "" or head.endswith("_Weights")) or Path(weights).exists():
-            return None  # a path, or a hub id, which has a slash
-    known = _enum_of(name)
-    found = known.get(weights) or _member(weights)
-    if found not in known.values():
-        raise ValueError(f"weights is {weights!r}; {name} has {', '.join(known) or 'none that torchvision knows'}")
-    file = Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        digest = torch.hub.HASH_REGEX.search(file.name)  # a file's name holds the start of its hash
-        torch.hub.download_url_to_file(found.url, str(file), digest[1] if digest else None, progress=True)
-    return file
-
-
-def _member(weights: Any) -> Any:
-    """The enum's member that this is or names in full, or None."""
-    models = upstream("torchvision.models")
-    if isinstance(weights, models.WeightsEnum):
-        return weights
-    try:
-        return models.get_weight(weights) if isinstance(weights, str) and "." in weights else None
-    except (KeyError, ValueError):
+    if isinstance(weights, str) and (not _NAME.fullmatch(weights) or Path(weights).exists()):
         return None
-
-
-def _enum_of(name: str) -> dict[str, Any]:
-    """Weights by name, aliases such as ``DEFAULT`` included; empty for a model that torchvision does not know."""
     try:
-        return dict(upstream("torchvision.models").get_model_weights(name).__members__)
-    except ValueError:
-        return {}
-
-
-def _refuse_folded(model: ResNet) -> None:
-    if model.config.folding is not None:
-        raise ValueError("the batch norms of this model are folded into its convolutions; convert the one it came from")
+        enum = upstream("torchvision.models").get_model_weights(name)
+        known = dict(enum.__members__)
+        found = weights if isinstance(weights, enum) else known.get(str(weights).removeprefix(f"{enum.__name__}."))
+    except ValueError:  # torchvision does not know the preset
+        known, found = {}, None
+    if found is None:
+        raise ValueError(f"weights is {weights!r}; {name} has {', '.join(known) or 'none that torchvision knows'}")
+    # Into the cache, checked by the hash in its name; on the meta device nothing is read.
+    torch.hub.load_state_dict_from_url(found.url, map_location="meta", check_hash=True, weights_only=True)
+    return Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
 
 
 @torch.no_grad()
@@ -182,7 +131,7 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
     if model.config.folding is not None:
         raise ValueError("the batch norms of this model are folded already; fold the one it came from")
-    if not model.config.norm_options.get("track_running_stats", True):
+    if not model.config.track_running_stats:
         raise ValueError("track_running_stats is False: norms that use each batch cannot be folded")
     folding = Folding(convolutions=convolutions, pointwise=pointwise)
     with torch.device("meta"):
@@ -209,5 +158,5 @@ def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
 
 WEIGHTS = WeightMap(
     name="resnet", noun="a ResNet", classes=(ResNet,), table=table, config_of=config_of, skeleton=skeleton,
-    refuse=_refuse_folded, find=find_weights,
+    find=find_weights,
 )  # fmt: skip

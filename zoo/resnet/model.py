@@ -15,8 +15,8 @@ convolutions have biases in place of norms.
 Shape legend: N images, C channels, H height, W width, K classes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +30,6 @@ from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, wa
 from zoo.ops.conv import conv_act, linear_relu, stem_conv
 from zoo.weights import keep_channels_last
 
-NORMS: dict[str, dict[str, Any]] = {
-    "batch": {"eps": 1e-5, "momentum": 0.1, "track_running_stats": True},
-    "frozen": {"eps": 1e-5},
-}
 STEM_WIDTH = 64
 
 
@@ -82,7 +78,8 @@ class ResNetConfig:
         layers: Blocks of each of the four stages.
         in_channels: Channels of the images.
         norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
-        norm_kwargs: Options of the norm that differ from ``NORMS``.
+        norm_momentum: Share of a batch's statistics in the running ones, with ``norm="batch"``.
+        track_running_stats: False for batch norms that use each batch's own statistics in eval mode too.
         folding: How a model runs whose norms are folded; None for one with norms.
     """
 
@@ -94,7 +91,9 @@ class ResNetConfig:
     width_per_group: int = 64
     replace_stride_with_dilation: tuple[bool, bool, bool] = (False, False, False)
     norm: str = "batch"
-    norm_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    norm_eps: float = 1e-5
+    norm_momentum: float = 0.1
+    track_running_stats: bool = True
     zero_init_residual: bool = False
     folding: Folding | None = None
 
@@ -103,44 +102,24 @@ class ResNetConfig:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "replace_stride_with_dilation", tuple(map(bool, self.replace_stride_with_dilation)))
         validate.one_of(self, "block", ("basic", "bottleneck"))
-        validate.one_of(self, "norm", tuple(NORMS))
+        validate.one_of(self, "norm", ("batch", "frozen"))
         validate.positive(self, "num_classes", "in_channels", "groups", "width_per_group")
         dilated = self.replace_stride_with_dilation
         if len(self.layers) != 4 or not all(validate.is_count(count) for count in self.layers):
             raise ValueError(f"layers is {self.layers!r}, expected four positive numbers of blocks")
         if len(dilated) != 3:
             raise ValueError(f"replace_stride_with_dilation is {dilated}, expected three flags, for stages 2, 3 and 4")
-        if unknown := sorted(set(self.norm_kwargs) - set(NORMS[self.norm])):
-            raise ValueError(
-                f"norm_kwargs has {', '.join(unknown)}, which norm {self.norm!r} does not take; it takes "
-                f"{', '.join(NORMS[self.norm])}"
-            )
-        if self.norm_options.get("momentum", 0.1) is None:
-            raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
+        if self.norm_momentum is None:
+            raise ValueError("norm_momentum is None, a cumulative average that reads the device at each step")
         if self.block == "basic" and (self.groups, self.width_per_group) != (1, 64):
             raise ValueError(f"groups is {self.groups} and width_per_group {self.width_per_group}: use bottlenecks")
         if self.block == "basic" and any(shape.dilation != 1 for stage in self.stages() for shape in stage):
             raise ValueError(f"replace_stride_with_dilation is {dilated}: basic blocks cannot be dilated")
 
     @property
-    def norm_options(self) -> dict[str, Any]:
-        """Options of the norm, all of them."""
-        return {**NORMS[self.norm], **self.norm_kwargs}
-
-    @property
     def expansion(self) -> int:
         """How many times wider a block's output is than its stage's width."""
         return 4 if self.block == "bottleneck" else 1
-
-    @property
-    def features(self) -> int:
-        """Channels of the last stage."""
-        return 512 * self.expansion
-
-    @property
-    def reduction(self) -> int:
-        """Pixels of an image's side for one of the last stage's."""
-        return 4 * 2 ** sum(not replaced for replaced in self.replace_stride_with_dilation)
 
     def stages(self) -> Iterator[list[BlockShape]]:
         """The blocks of each stage."""
@@ -194,20 +173,26 @@ def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
     if config.folding is not None:
         return None
     if config.norm == "frozen":
-        return FrozenBatchNorm(channels, **config.norm_options)
-    return nn.BatchNorm2d(channels, **config.norm_options)
+        return FrozenBatchNorm(channels, config.norm_eps)
+    options = config.norm_eps, config.norm_momentum, True, config.track_running_stats
+    return nn.BatchNorm2d(channels, *options)
 
 
 def _norm_of(norm: Any) -> Norm:
     """A norm's tensors and options, as its own call would use them."""
     if isinstance(norm, FrozenBatchNorm):
         return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, eps=norm.eps)
-    if torch.compiler.is_compiling():  # elsewhere the model has checked all
-        _check_norm(norm)
-    statistics = norm.running_mean, norm.running_var
-    batches = norm.num_batches_tracked if norm.training else None
-    of_batch = norm.training or norm.running_mean is None
-    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, norm.momentum if of_batch else 0.0, norm.eps)
+    # What a user may have changed in a way that the operators do not compute.
+    if isinstance(norm, nn.SyncBatchNorm) and norm.training:
+        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
+    if norm.momentum is None and norm.training:
+        raise ValueError(
+            "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
+            "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
+        )
+    batches, momentum = (norm.num_batches_tracked, norm.momentum) if norm.training else (None, 0.0)
+    statistics, of_batch = (norm.running_mean, norm.running_var), norm.training or norm.running_mean is None
+    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, momentum, norm.eps)
 
 
 class Unit(nn.Module):
@@ -325,7 +310,7 @@ class ResNetHead(nn.Module):
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
-        self.fc = nn.Linear(config.features, config.num_classes)
+        self.fc = nn.Linear(512 * config.expansion, config.num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, K]."""
@@ -364,14 +349,13 @@ class ResNet(nn.Module):
         keep_channels_last(self)
 
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
-        """Classify images [N, C_in, H, W], scaled and normalised (``zoo.resnet.transforms``): logits [N, K].
+        """Classify images [N, C_in, H, W], scaled and normalised as the weights' ``transforms()`` do: logits [N, K].
 
-        With ``stages`` the outputs of the four stages instead; see ``features``. Images that do not fit are a TypeError
-        or ValueError before anything runs.
+        With ``stages`` the outputs of the four stages instead, in channels_last, and the head does not run: [N, C, H /
+        4, W / 4] of the first, and of each next one twice as many channels and half the size (where it is not
+        dilated), rounded up. Images that do not fit are a TypeError or ValueError before anything runs.
         """
-        _check_images(images, self.config, self.head.fc.weight, self.training)
-        if self.training and not torch.compiler.is_compiling():
-            _check_norms(self)
+        _check_images(images, self.config, self.head.fc.weight)
         x = self.stem(images)
         outputs = []
         for stage in self.stages:
@@ -380,61 +364,21 @@ class ResNet(nn.Module):
                 outputs.append(x)
         return tuple(outputs) if stages else self.head(x)
 
-    def features(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of the four stages, in channels_last; the head does not run.
 
-        [N, C, H / 4, W / 4] of the first stage, and of each next one twice as many channels and half the size (where it
-        is not dilated), rounded up.
-        """
-        outputs = self(images, stages=True)
-        assert isinstance(outputs, tuple)
-        return outputs
-
-
-def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor, training: bool) -> None:
+def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
     """Refuse images that do not fit. Reads no value."""
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
         # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
         raise ValueError(f"a folded model runs in its own dtype: leave torch.autocast, use model.to({narrow})")
     hint = (
-        "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and "
-        "zoo.resnet.transforms scales and normalises integers"
+        "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and the "
+        "transforms() of torchvision's weights scale and normalise integers"
     )
     shape, kinds = f"N {config.in_channels} H W", "floating" if config.folding is None else (weight.dtype,)
     validate.tensor("images", images, shape, kinds=kinds, like=weight, empty=False, hint=hint)
     if config.folding is not None and differentiated(images):
         raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
-    count, _, height, width = images.shape
-    if count == 1 and max(height, width) <= config.reduction and config.folding is None and config.norm == "batch":
-        keeps = config.norm_options["track_running_stats"]
-        if training or not keeps:
-            raise ValueError(
-                f"images has shape {list(images.shape)}: the last stage would have one value a channel, of which the "
-                f"norms take a variance; give more images or larger ones than {config.reduction} pixels"
-                f"{', or call model.eval()' if keeps else ''}"
-            )
-
-
-def _check_norms(model: nn.Module) -> None:
-    modules = [model]
-    while modules:  # faster than model.modules()
-        module = modules.pop()
-        modules.extend(child for child in module._modules.values() if child is not None)
-        _check_norm(module)
-
-
-def _check_norm(module: nn.Module) -> None:
-    """Refuse a norm that was changed, after the model was built, in a way that the operators do not compute."""
-    if not (isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training):
-        return
-    if isinstance(module, nn.SyncBatchNorm):
-        raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
-    if module.momentum is None:
-        raise ValueError(
-            "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
-            "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
-        )
 
 
 def example_inputs(model: ResNet, *, batch: int = 2, size: int = 64, seed: int = 0) -> dict[str, Tensor]:

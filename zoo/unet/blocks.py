@@ -1,4 +1,4 @@
-"""The blocks of a UNet: resnet blocks, transformers, the levels that they form, and embeddings of the conditions.
+"""A UNet's configuration, presets and blocks: resnet blocks, transformers, and the levels that they form.
 
     resnet block       x ─ group norm, SiLU ─ 3 × 3 ─ shift, group norm, SiLU ─ 3 × 3 ─ bias, add ─▶
                        └─────────────────────────── (1 × 1) ───────────────────────────────┘
@@ -10,27 +10,262 @@ A pixel is a token: in channels_last an image and its tokens are the same memory
 cuDNN would add in a pass of its own: the first one's is part of the timestep's shift, the second one's of the residual
 add. Where a product adds the residual, the norm before it adds its bias.
 
-Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text and D
-its width, K channels of all its keys and values, E width of the embedded timestep, S channels of all shifts.
+Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zoo import validate
 from zoo.ops.attention import short_attention
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
 from zoo.ops.conv import conv, conv3, conv_add, upsample
 from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
 from zoo.ops.products import gated_gelu, gated_gelu_product, low_add_linear, low_linear, takes_low
-from zoo.unet.config import BlockShape, LevelShape, UNetConfig
 
 # Diffusers' for the norm before a transformer, and torch's default for the norms inside.
 ENTRY_EPS, EPS = 1e-6, 1e-5
+_TYPES = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}  # fmt: skip
+_PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
+_REVERSED = "reverse_transformer_layers_per_block"
+
+Depths: TypeAlias = tuple[int | tuple[int, ...], ...]  # of the transformers of each level, or of each one of a level
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """A resnet block and the transformer after it, if there is one."""
+
+    inputs: int  # channels of the block before
+    skip: int  # channels of the way down; 0 on the way down and in the middle
+    outputs: int  # channels that it gives
+    depth: int | None  # blocks of the transformer; None where there is none
+    heads: int  # of the transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelShape:
+    """Blocks of one size, and whether the size changes after them."""
+
+    blocks: tuple[BlockShape, ...]
+    resample: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetConfig:
+    """A conditional UNet as of Stable Diffusion.
+
+    Fields are diffusers', but for ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Those that
+    belong to levels, the largest size first, take one value for all of them; ``up_block_types`` starts at the smallest
+    size.
+
+    Args:
+        down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
+        up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level.
+        layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
+        transformer_layers_per_block: Blocks of the transformers of each level, or of each transformer of it.
+        reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
+        addition_embed_type: ``"text_time"`` for a pooled condition and sizes besides the timestep, as SDXL has.
+        projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
+        time_cond_proj_dim: Width of a further condition (guidance scale), or None.
+        time_embedding_dim: Width of the embedded timestep; four times the first level's when left out.
+        upcast_attention: Kept for the checkpoint; attention accumulates in float32 in any case.
+        sample_size: Height and width of the samples that it was trained on; for pipelines.
+    """
+
+    in_channels: int
+    out_channels: int
+    block_out_channels: tuple[int, ...]
+    down_block_types: tuple[str, ...]
+    up_block_types: tuple[str, ...]
+    layers_per_block: int | tuple[int, ...]
+    transformer_layers_per_block: int | Depths
+    num_attention_heads: int | tuple[int, ...]
+    cross_attention_dim: int
+    reverse_transformer_layers_per_block: Depths | None = None
+    use_linear_projection: bool = False
+    addition_embed_type: str | None = None
+    addition_time_embed_dim: int | None = None
+    projection_class_embeddings_input_dim: int | None = None
+    time_cond_proj_dim: int | None = None
+    time_embedding_dim: int | None = None
+    norm_num_groups: int = 32
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    flip_sin_to_cos: bool = True
+    freq_shift: int = 0
+    downsample_padding: int = 1
+    center_input_sample: bool = False
+    conv_in_kernel: int = 3
+    conv_out_kernel: int = 3
+    upcast_attention: bool = False
+    sample_size: int | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        levels = len(self.block_out_channels)
+        # Lists are common in configurations that come from files, and not equal to tuples.
+        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL, _REVERSED):
+            value = _frozen(getattr(self, name))
+            value = (value,) * levels if name in _PER_LEVEL and isinstance(value, int) else value
+            object.__setattr__(self, name, value)
+        kernels = ("conv_in_kernel", "conv_out_kernel")
+        validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", *kernels)
+        for name in kernels:
+            if getattr(self, name) % 2 == 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected an odd number: others change the size")
+        validate.one_of(self, "downsample_padding", (0, 1))
+        validate.one_of(self, "addition_embed_type", (None, "text_time"))
+        if self.addition_embed_type == "text_time":
+            validate.positive(self, "addition_time_embed_dim", "projection_class_embeddings_input_dim")
+        depths: Any = self.transformer_layers_per_block
+        if self.reverse_transformer_layers_per_block is None and any(isinstance(depth, tuple) for depth in depths):
+            raise ValueError(f"transformer_layers_per_block is {depths}: depths of each transformer need {_REVERSED}")
+        for name in ("block_out_channels", *_PER_LEVEL, _REVERSED):
+            values = getattr(self, name)
+            nested = name.endswith("transformer_layers_per_block")
+            if name == _REVERSED and values is None:
+                continue
+            counts = [each for value in values for each in (value if nested and isinstance(value, tuple) else (value,))]
+            if not levels or len(values) != levels or not all(map(validate.is_count, counts)):
+                raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
+        for name, known in _TYPES.items():
+            values = getattr(self, name)
+            if len(values) != levels or not set(values) <= set(known):
+                raise ValueError(f"{name} is {values!r}, expected {' or '.join(known)} for each of {levels} levels")
+        for block in self.blocks():
+            for channels in (block.inputs + block.skip, block.outputs):
+                if channels % self.norm_num_groups:
+                    raise ValueError(f"norm_num_groups is {self.norm_num_groups}, which does not divide {channels}")
+            if block.depth is not None and block.outputs % block.heads:
+                raise ValueError(f"num_attention_heads has {block.heads}, which does not divide {block.outputs}")
+
+    @property
+    def time_width(self) -> int:
+        """Width of the embedded timestep."""
+        return self.time_embedding_dim or 4 * self.block_out_channels[0]
+
+    @property
+    def reduction(self) -> int:
+        """Pixels of the sample's side for one of the smallest level's."""
+        return int(2 ** (len(self.block_out_channels) - 1))
+
+    def down(self) -> tuple[LevelShape, ...]:
+        """The levels on the way down, the largest size first."""
+        widths, levels = self.block_out_channels, []
+        layers: Any = self.layers_per_block
+        for level, kind in enumerate(self.down_block_types):
+            inputs = widths[max(level - 1, 0)], *[widths[level]] * (layers[level] - 1)
+            blocks = self._blocks(level, kind, self.transformer_layers_per_block, inputs, [0] * layers[level])
+            levels.append(LevelShape(blocks=blocks, resample=level < len(widths) - 1))
+        return tuple(levels)
+
+    def middle(self) -> LevelShape:
+        """The blocks in the middle: the first has a transformer, the second none."""
+        last, width = len(self.block_out_channels) - 1, self.block_out_channels[-1:]
+        depths, kinds = self.transformer_layers_per_block, ("CrossAttnDownBlock2D", "DownBlock2D")
+        blocks = tuple(self._blocks(last, kind, depths, width, [0])[0] for kind in kinds)
+        return LevelShape(blocks=blocks, resample=False)
+
+    def up(self) -> tuple[LevelShape, ...]:
+        """The levels on the way up, the smallest size first; the last block of each takes the level's own input."""
+        widths, last, levels = self.block_out_channels, len(self.block_out_channels) - 1, []
+        layers: Any = self.layers_per_block
+        depths: Any = self.transformer_layers_per_block
+        if self.reverse_transformer_layers_per_block is not None:
+            depths = self.reverse_transformer_layers_per_block[::-1]
+        for level, kind in zip(range(last, -1, -1), self.up_block_types, strict=True):
+            own = [widths[level]] * layers[level]
+            inputs, skips = (widths[min(level + 1, last)], *own), (*own, widths[max(level - 1, 0)])
+            levels.append(LevelShape(blocks=self._blocks(level, kind, depths, inputs, skips), resample=level > 0))
+        return tuple(levels)
+
+    def _blocks(
+        self, level: int, kind: str, depths: Any, inputs: Sequence[int], skips: Sequence[int]
+    ) -> tuple[BlockShape, ...]:
+        """The blocks of a level, the largest level being 0, with these channels of the block before and of the skip."""
+        heads: Any = self.num_attention_heads
+        depth = depths[level] if kind.startswith("CrossAttn") else None
+        depth = depth if isinstance(depth, tuple) else (depth,) * len(inputs)
+        if len(depth) < len(inputs):
+            raise ValueError(f"transformer_layers_per_block has {depth} for a level of {len(inputs)} transformers")
+        outputs = self.block_out_channels[level]
+        return tuple(
+            BlockShape(inputs=each, skip=skip, outputs=outputs, depth=own, heads=heads[level])
+            for each, skip, own in zip(inputs, skips, depth, strict=False)
+        )
+
+    def levels(self) -> tuple[LevelShape, ...]:
+        """All levels in the order in which they run."""
+        return (*self.down(), self.middle(), *self.up())
+
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """All blocks in the order in which they run."""
+        return tuple(block for level in self.levels() for block in level.blocks)
+
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """(channels, reduction) of all that the way down leaves for the way up, in order."""
+        found, reduction = [(self.block_out_channels[0], 1)], 1
+        for level in self.down():
+            found += [(block.outputs, reduction) for block in level.blocks]
+            if level.resample:
+                reduction *= 2
+                found.append((level.blocks[-1].outputs, reduction))
+        return tuple(found)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+# Of Stable Diffusion 1 and 2, and diffusers' defaults.
+SD: dict[str, Any] = {
+    "in_channels": 4, "out_channels": 4, "block_out_channels": (320, 640, 1280, 1280),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3, "layers_per_block": 2,
+    "transformer_layers_per_block": 1,
+}  # fmt: skip
+_XL: dict[str, Any] = {
+    "in_channels": 4, "out_channels": 4, "use_linear_projection": True, "addition_embed_type": "text_time",
+}  # fmt: skip
+
+PRESETS: dict[str, UNetConfig] = {
+    "sd15": UNetConfig(num_attention_heads=8, cross_attention_dim=768, sample_size=64, **SD),
+    "sd21": UNetConfig(
+        num_attention_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True,
+        upcast_attention=True, sample_size=96, **SD,
+    ),
+    "sdxl": UNetConfig(
+        block_out_channels=(320, 640, 1280),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=2, transformer_layers_per_block=(1, 2, 10), num_attention_heads=(5, 10, 20),
+        cross_attention_dim=2048, addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
+        sample_size=128, **_XL,
+    ),
+    # As SD 1.5: projections by convolution, transformers on the larger sizes.
+    "unet-debug": UNetConfig(
+        in_channels=4, out_channels=4, block_out_channels=(16, 32, 32),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        layers_per_block=1, transformer_layers_per_block=1, num_attention_heads=2, cross_attention_dim=24,
+        norm_num_groups=8, sample_size=16,
+    ),
+    # As SDXL: deep transformers on the smaller sizes, a pooled condition and sizes.
+    "unet-xl-debug": UNetConfig(
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1, transformer_layers_per_block=(1, 2), num_attention_heads=(2, 4), cross_attention_dim=24,
+        addition_time_embed_dim=8, projection_class_embeddings_input_dim=12 + 6 * 8, norm_num_groups=8, sample_size=16,
+        **_XL,
+    ),
+}  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,14 +347,14 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self, x: Tensor, text: Tensor, self_bias: Tensor | None, text_bias: Tensor | None,
-        ends: Sequence[Tensor | None] | None = None,
+        self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None, self_bias: Tensor | None = None,
+        text_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> the same.
 
-        Text [B, L, 2 C] holds keys and values side by side. The biases [B, 1, 1, T] and [B, 1, 1, L], or None, are
-        added to the scores of self-attention and of attention to the text. ``ends`` are given to the only block of a
-        transformer: weight and bias of its norm, of the product before the block and of the one after it.
+        Text [B, L, 2 C] holds keys and values side by side. ``ends`` are given to the only block of a transformer:
+        weight and bias of its norm, of the product before the block and of the one after it. The biases [B, 1, 1, T]
+        and [B, 1, 1, L], or None, are added to the scores of self-attention and of attention to the text.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -184,15 +419,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
 
-    def forward(self, x: Tensor, texts: Sequence[Tensor], self_bias: Tensor | None, text_bias: Tensor | None) -> Tensor:
-        """[B, C, H, W], and keys and values [B, L, 2 C] for each block -> [B, C, H, W]."""
+    def forward(self, x: Tensor, texts: Sequence[Tensor], *biases: Tensor | None) -> Tensor:
+        """[B, C, H, W], keys and values [B, L, 2 C] for each block, and both biases of scores -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            return self.blocks[0](x, texts[0], self_bias, text_bias, ends)
+            return self.blocks[0](x, texts[0], ends, *biases)
         rows = enter(x, ends, self.groups)
         for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text, self_bias, text_bias)
+            rows = block(rows, text, None, *biases)
         return leave(rows, x, ends)
 
 
@@ -207,7 +442,7 @@ class Conditioning:
 
 
 class Level(nn.Module):
-    """Resnet blocks of one size, some followed by a transformer."""
+    """Resnet blocks of one size, some followed by a transformer, and what halves or doubles the size after them."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__()
@@ -215,157 +450,23 @@ class Level(nn.Module):
         self.transformers = nn.ModuleList(
             nn.Identity() if block.depth is None else Transformer(config, block) for block in shape.blocks
         )
+        width, up = shape.blocks[-1].outputs, shape.blocks[0].skip > 0
+        halve, padding = shape.resample and not up, config.downsample_padding
+        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=padding) if halve else None
+        self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample and up else None
 
-    def run(self, index: int, x: Tensor, skip: Tensor | None, conditioning: Conditioning) -> Tensor:
-        """A resnet block and its transformer: [B, C_in, H, W] -> [B, C_out, H, W]."""
-        x = self.resnets[index](x, skip, conditioning.shifts[index])
-        transformer = self.transformers[index]
-        if isinstance(transformer, Transformer):
-            x = transformer(x, conditioning.texts[index], conditioning.self_bias, conditioning.text_bias)
-        return x
+    def forward(self, x: Tensor, conditioning: Conditioning, skips: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2].
 
-
-class DownLevel(Level):
-    """A level on the way down; a last convolution halves the size."""
-
-    def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
-        super().__init__(config, shape)
-        width, self.padding = shape.blocks[-1].outputs, config.downsample_padding
-        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=self.padding) if shape.resample else None
-
-    def forward(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
-        """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2]."""
-        outputs = []
-        for index in range(len(self.resnets)):
-            x = self.run(index, x, None, conditioning)
-            outputs.append(x)
-        if self.downsample is not None:
-            outputs.append(conv(F.pad(x, (0, 1, 0, 1)) if self.padding == 0 else x, self.downsample))
-        return outputs
-
-
-class MiddleLevel(Level):
-    """The blocks of the smallest size."""
-
-    def forward(self, x: Tensor, conditioning: Conditioning) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
-        for index in range(len(self.resnets)):
-            x = self.run(index, x, None, conditioning)
-        return x
-
-
-class UpLevel(Level):
-    """A level on the way up; the size is doubled and convolved at the end."""
-
-    def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
-        super().__init__(config, shape)
-        width = shape.blocks[-1].outputs
-        self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample else None
-
-    def forward(self, x: Tensor, skips: Sequence[Tensor], conditioning: Conditioning) -> Tensor:
-        """[B, C_in, H, W], and a [B, C_skip, H, W] for each block -> [B, C_out, 2 H, 2 W], or of the same size."""
-        for index, skip in enumerate(skips):
-            x = self.run(index, x, skip, conditioning)
-        return x if self.upsample is None else conv(upsample(x), self.upsample)
-
-
-class Embedding(nn.Module):
-    """Two products with SiLU between them; diffusers' ``TimestepEmbedding``."""
-
-    def __init__(self, inputs: int, width: int, cond: int | None = None) -> None:
-        super().__init__()
-        self.linear_1 = nn.Linear(inputs, width)
-        self.cond_proj = None if cond is None else nn.Linear(cond, inputs, bias=False)
-        self.linear_2 = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        """[..., I], and a condition [..., F] of models that take one -> [..., E]."""
-        if cond is not None:
-            assert self.cond_proj is not None
-            x = x + self.cond_proj(cond)
-        return self.linear_2(F.silu(self.linear_1(x)))
-
-
-class Conditions(nn.Module):
-    """The embedded timestep, with the pooled text and image sizes of SDXL added."""
-
-    def __init__(self, config: UNetConfig) -> None:
-        super().__init__()
-        self.config = config
-        width = config.time_width
-        self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
-        self.add_embedding = None
-        if config.addition_embed_type == "text_time":
-            assert config.projection_class_embeddings_input_dim is not None
-            self.add_embedding = Embedding(config.projection_class_embeddings_input_dim, width)
-
-    def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
-        """Embed timesteps [B], [1] or, for a whole run, [steps, 1]: [B, E], [1, E] or [steps, B, E].
-
-        ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is [B, F], for models that take
-        them.
+        With a skip [B, C_skip, H, W] for each block, on the way up, the last output alone, of [2 H, 2 W] pixels.
         """
-        config = self.config
-        dtype = self.time_embedding.linear_1.weight.dtype
-        options = config.flip_sin_to_cos, config.freq_shift
-        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
-        embedded = self.time_embedding(embedded.to(dtype), cond)
-        if self.add_embedding is None:
-            return embedded
-        assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
-        pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
-        return embedded + self.add_embedding(pooled.to(dtype))
-
-
-class TimeProjections(nn.Module):
-    """The products of all resnet blocks with the embedded timestep, in the order of the blocks, as one.
-
-    The bias of each block's first convolution is part of its shift.
-    """
-
-    def __init__(self, width: int, channels: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-        total = sum(channels)
-        self.weight = nn.Parameter(torch.empty(total, width))
-        self.bias = nn.Parameter(torch.empty(total))
-        self.conv_bias = nn.Parameter(torch.empty(total))
-        bound = width**-0.5
-        for parameter in (self.weight, self.bias, self.conv_bias):
-            nn.init.uniform_(parameter, -bound, bound)
-
-    def forward(self, embedded: Tensor) -> Tensor:
-        """[..., E] -> [..., S]."""
-        return linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
-
-
-class TextProjections(nn.Module):
-    """Keys and values of all cross-attentions, in the order of their blocks, as one product."""
-
-    def __init__(self, width: int, channels: Sequence[int]) -> None:
-        super().__init__()
-        self.channels = tuple(channels)
-        self.weight = nn.Parameter(torch.empty(2 * sum(channels), width))
-        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
-
-    def forward(self, text: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, K]: keys, then values, of one block after the other."""
-        return linear(text, self.weight)
-
-
-def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: float) -> Tensor:
-    """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
-    half = width // 2
-    # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
-    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
-    frequencies = torch.exp(exponents / (half - freq_shift))
-    angles = values.float()[..., None] * frequencies
-    pair = (angles.cos(), angles.sin()) if cosines_first else (angles.sin(), angles.cos())
-    joined = torch.cat(pair, dim=-1)
-    return F.pad(joined, (0, 1)) if width % 2 else joined
-
-
-def hiding_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [B, T], 1 where a token is seen -> the bias of scores [B, 1, 1, T]: 0, or -10000 as in diffusers."""
-    return ((1 - mask.to(dtype)) * -10000.0)[:, None, None, :]
+        outputs = []
+        for index, (resnet, transformer) in enumerate(zip(self.resnets, self.transformers, strict=True)):
+            x = resnet(x, None if skips is None else skips[index], conditioning.shifts[index])
+            if isinstance(transformer, Transformer):
+                x = transformer(x, conditioning.texts[index], conditioning.self_bias, conditioning.text_bias)
+            if skips is None:
+                outputs.append(x)
+        if self.downsample is not None:
+            outputs.append(conv(x if any(self.downsample.padding) else F.pad(x, (0, 1, 0, 1)), self.downsample))
+        return outputs or [x if self.upsample is None else conv(upsample(x), self.upsample)]

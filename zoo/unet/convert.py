@@ -7,7 +7,7 @@ cross-attentions, and all blocks' products with the timestep.
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import locate, upstream
-from zoo.unet.config import SD, BlockShape, UNetConfig
+from zoo.unet.blocks import SD, UNetConfig
 from zoo.unet.model import UNet
 from zoo.weights import Placement, Table, WeightMap, refuse_changed
 
@@ -34,7 +34,6 @@ _RESNET = {
     "norm1": "norm1", "conv1.weight": "conv1.weight", "norm2": "norm2", "conv2": "conv2", "conv_shortcut": "shortcut",
 }  # fmt: skip
 _SHIFTS = {"conv1.bias": "conv_bias", "time_emb_proj.weight": "weight", "time_emb_proj.bias": "bias"}
-_TRANSFORMER = ("norm", "proj_in", "proj_out")
 _BLOCK = {
     "norm1": "norm1", "norm2": "norm2", "norm3": "norm3", "attn1.to_out.0": "self_out", "attn2.to_q": "query",
     "attn2.to_out.0": "text_out", "ff.net.0.proj": "mlp_in", "ff.net.2": "mlp_out",
@@ -44,30 +43,17 @@ _BLOCK = {
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
 # Diffusers' defaults for options that a config.json leaves out, where the zoo has none.
 _THEIR_DEFAULTS: dict[str, Any] = {**SD, "attention_head_dim": 8, "cross_attention_dim": 1280}
-# Options without a choice: the supported values, and why there is no other.
-_OTHERS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "mid_block_type": (("UNetMidBlock2DCrossAttn",), "the middle has a transformer"),
-    "only_cross_attention": ((False,), "blocks have self-attention"),
-    "mid_block_only_cross_attention": ((None, False), "blocks have self-attention"),
-    "mid_block_scale_factor": ((1,), "residuals are added as they are"),
-    "resnet_out_scale_factor": ((1.0,), "residuals are added as they are"),
-    "act_fn": (("silu", "swish"), "the activation is SiLU"),
-    "encoder_hid_dim": ((None,), "the condition is text of cross_attention_dim channels"),
-    "encoder_hid_dim_type": ((None,), "the condition is text of cross_attention_dim channels"),
-    "num_attention_heads": ((None,), "diffusers itself takes attention_head_dim for it"),
-    "dual_cross_attention": ((False,), "there is one condition"),
-    "class_embed_type": ((None,), "there is no condition by class"),
-    "num_class_embeds": ((None,), "there is no condition by class"),
-    "class_embeddings_concat": ((False,), "there is no condition by class"),
-    "resnet_time_scale_shift": (("default",), "timesteps shift and do not scale"),
-    "resnet_skip_time_act": ((False,), "the embedded timestep is activated in every block"),
-    "time_embedding_type": (("positional",), "timesteps are embedded by sines and cosines"),
-    "time_embedding_act_fn": ((None,), "the embedded timestep is activated in every block"),
-    "timestep_post_act": ((None,), "the embedded timestep is activated in every block"),
-    "attention_type": (("default",), "there is no gated attention"),
-    "cross_attention_norm": ((None,), "the condition is not normalised"),
-    "addition_embed_type_num_heads": ((64,), "added conditions have no attention"),
-}
+# Options without a choice, and the values that stand for what the zoo computes.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "mid_block_type": ("UNetMidBlock2DCrossAttn",), "only_cross_attention": (False,),
+    "mid_block_only_cross_attention": (None, False), "mid_block_scale_factor": (1,), "resnet_out_scale_factor": (1.0,),
+    "act_fn": ("silu", "swish"), "encoder_hid_dim": (None,), "encoder_hid_dim_type": (None,),
+    "num_attention_heads": (None,), "dual_cross_attention": (False,), "class_embed_type": (None,),
+    "num_class_embeds": (None,), "class_embeddings_concat": (False,), "resnet_time_scale_shift": ("default",),
+    "resnet_skip_time_act": (False,), "time_embedding_type": ("positional",), "time_embedding_act_fn": (None,),
+    "timestep_post_act": (None,), "attention_type": ("default",), "cross_attention_norm": (None,),
+    "addition_embed_type_num_heads": (64,),
+}  # fmt: skip
 _STEM = "diffusion_pytorch_model"
 # Files to fetch from the hub: weights once, whole or in shards.
 _FILES = ("config.json", f"{_STEM}.safetensors", f"{_STEM}.safetensors.index.json", f"{_STEM}-*-of-*.safetensors")
@@ -77,22 +63,15 @@ _IGNORED = ("dual_cross_attention_dim", "upcast_softmax")
 
 def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
     """Diffusers' configuration as the zoo's; ValueError if it has an option that the zoo does not support."""
-    for name, (supported, why) in _OTHERS.items():
-        value = theirs.get(name, supported[0])
-        if value not in supported:
-            _refuse(name, value, why)
-    known = {*_SAME, *_OTHERS, *_IGNORED, "attention_head_dim"}
-    strange = [name for name in theirs if name not in known and not name.startswith("_")]
-    if strange:
-        _refuse(strange[0], theirs[strange[0]], "the zoo does not know this option")
+    for name, value in theirs.items():
+        if name in _FIXED and value not in _FIXED[name]:
+            _refuse(name, value, f"expected {' or '.join(map(repr, _FIXED[name]))}")
+        if name not in {*_SAME, *_FIXED, *_IGNORED, "attention_head_dim"} and not name.startswith("_"):
+            _refuse(name, value, "the zoo does not know this option")
     given = {**_THEIR_DEFAULTS, **theirs}
     width = given["cross_attention_dim"]
-    if isinstance(width, (list, tuple)):
-        if len(set(width)) != 1:
-            _refuse("cross_attention_dim", width, "one text of one width goes to all levels")
-        given["cross_attention_dim"] = width[0]
-    if given.get("norm_num_groups", 32) is None:
-        _refuse("norm_num_groups", None, "the last convolution has a norm before it")
+    if isinstance(width, (list, tuple)) and len(set(width)) == 1:
+        given["cross_attention_dim"] = width[0]  # of each level; there is one text for all
     # Their attention_head_dim counts heads, an old mistake that checkpoints rely on.
     heads = given["attention_head_dim"]
     return UNetConfig(num_attention_heads=heads, **{name: given[name] for name in _SAME if name in given})
@@ -111,36 +90,30 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
 def table(config: UNetConfig) -> Table:
     """{theirs: ours}; {} stands for an index."""
     names: dict[str, str | Placement] = {**_ENDS}
-    shift = text = 0  # the next row of all shifts, and of all keys and values of the text
-    for their_level, our_level, index, shape in _blocks(config):
-        theirs, ours, width = f"{their_level}.resnets.{index}", f"{our_level}.resnets.{index}", shape.outputs
-        names |= {f"{theirs}.{their}": f"{ours}.{our}" for their, our in _RESNET.items()}
-        for their, our in _SHIFTS.items():
-            names[f"{theirs}.{their}"] = Placement(f"time_projections.{our}", shift, width)
-        shift += width
-        theirs, ours = f"{their_level}.attentions.{index}", f"{our_level}.transformers.{index}"
-        names |= {f"{theirs}.{name}": f"{ours}.{name}" for name in _TRANSFORMER}
-        for layer in range(shape.depth or 0):
-            block, own = f"{theirs}.transformer_blocks.{layer}", f"{ours}.blocks.{layer}"
-            names |= {f"{block}.{their}": f"{own}.{our}" for their, our in _BLOCK.items()}
-            for part, product in enumerate(("to_q", "to_k", "to_v")):
-                names[f"{block}.attn1.{product}"] = Placement(f"{own}.qkv", part * width, width)
-            for product in ("to_k", "to_v"):
-                names[f"{block}.attn2.{product}"] = Placement("text_projections", text, width)
-                text += width
-    return names
-
-
-def _blocks(config: UNetConfig) -> Iterator[tuple[str, str, int, BlockShape]]:
-    """Their level, our level, the block's number in it and its shape, in the order in which blocks run."""
+    counts = range(len(config.block_out_channels))
     levels = [
-        *((f"down_blocks.{number}", f"down.{number}", level) for number, level in enumerate(config.down())),
-        ("mid_block", "middle", config.middle()),
-        *((f"up_blocks.{number}", f"up.{number}", level) for number, level in enumerate(config.up())),
-    ]
-    for theirs, ours, level in levels:
+        *((f"down_blocks.{number}", f"down.{number}") for number in counts), ("mid_block", "middle"),
+        *((f"up_blocks.{number}", f"up.{number}") for number in counts),
+    ]  # fmt: skip
+    shift = text = 0  # the next row of all shifts, and of all keys and values of the text
+    for (their_level, our_level), level in zip(levels, config.levels(), strict=True):
         for index, shape in enumerate(level.blocks):
-            yield theirs, ours, index, shape
+            theirs, ours, width = f"{their_level}.resnets.{index}", f"{our_level}.resnets.{index}", shape.outputs
+            names |= {f"{theirs}.{their}": f"{ours}.{our}" for their, our in _RESNET.items()}
+            for their, our in _SHIFTS.items():
+                names[f"{theirs}.{their}"] = Placement(f"time_projections.{our}", shift, width)
+            shift += width
+            theirs, ours = f"{their_level}.attentions.{index}", f"{our_level}.transformers.{index}"
+            names |= {f"{theirs}.{name}": f"{ours}.{name}" for name in ("norm", "proj_in", "proj_out")}
+            for layer in range(shape.depth or 0):
+                block, own = f"{theirs}.transformer_blocks.{layer}", f"{ours}.blocks.{layer}"
+                names |= {f"{block}.{their}": f"{own}.{our}" for their, our in _BLOCK.items()}
+                for part, product in enumerate(("to_q", "to_k", "to_v")):
+                    names[f"{block}.attn1.{product}"] = Placement(f"{own}.qkv", part * width, width)
+                for product in ("to_k", "to_v"):
+                    names[f"{block}.attn2.{product}"] = Placement("text_projections", text, width)
+                    text += width
+    return names
 
 
 def read_config(folder: Path, **overrides: Any) -> UNetConfig:
@@ -195,54 +168,52 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
 
     if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
-    if getattr(module, "encoder_hid_proj", None) is not None:
-        raise ValueError("encoder_hid_proj is set, as by an IP-Adapter, which is not supported; unload it first")
+    for name, processor in module.attn_processors.items():
+        if type(processor) not in (AttnProcessor, AttnProcessor2_0):
+            raise ValueError(
+                f"{name} is a {type(processor).__name__}, which is not supported; call unfuse_qkv_projections() or "
+                "set_attn_processor(AttnProcessor2_0()) first"
+            )
     theirs = {
-        name.replace(".base_layer", ""): child.get_base_layer() if _is_tuner(child) else child
+        name.replace(".base_layer", ""): child.get_base_layer() if _is_adapted(child) else child
         for name, child in module.named_modules()
         if not _of_lora(name)
     }
-    for name, found in theirs.items():
-        processor = getattr(found, "processor", None)
-        if processor is not None and type(processor) not in (AttnProcessor, AttnProcessor2_0):
-            fused = "Fused" in type(processor).__name__
-            remedy = "unfuse_qkv_projections()" if fused else "set_attn_processor(AttnProcessor2_0())"
-            raise ValueError(f"{name} has a {type(processor).__name__}, which is not supported; call {remedy} first")
     refuse_changed(theirs, expected, _refuse)
 
 
 def _of_lora(name: str) -> bool:
-    return any(part.startswith("lora_") for part in name.split("."))
+    return ".lora_" in name
 
 
-def _is_tuner(module: nn.Module) -> bool:
+def _is_adapted(module: nn.Module) -> bool:
     """Whether peft has put adapters on a layer."""
-    return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+    return hasattr(module, "get_base_layer")
 
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All tensors by the names that they have without adapters, with active adapters merged into them."""
-    own = ((name, parameter) for name, parameter in module.named_parameters() if not _of_lora(name))
-    tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): parameter for name, parameter in own}
+    own = ((name, tensor) for name, tensor in module.named_parameters() if not _of_lora(name))
+    tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): tensor for name, tensor in own}
     for name, child in module.named_modules():
-        if _is_tuner(child) and not _of_lora(name):
+        if _is_adapted(child):
             # A merged layer uses what is merged alone, unless its adapters are off.
             layer: Any = copy.deepcopy(child)
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
             elif not layer.disable_adapters and not layer.merged:
                 layer.merge(safe_merge=True)
-            for kind, parameter in layer.get_base_layer().named_parameters():
+            for kind, tensor in layer.get_base_layer().named_parameters():
                 key = f"{name}.{kind}"
-                tensors[key] = parameter.detach().requires_grad_(tensors[key].requires_grad)
+                tensors[key] = tensor.detach().requires_grad_(tensors[key].requires_grad)
     return tensors
 
 
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
-    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM,
-    use_fields=("sample_size", "upcast_attention", "dropout"), find=find_weights,
+    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
+    use_fields=("sample_size", "upcast_attention", "dropout"),
 )  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load

@@ -7,15 +7,17 @@
 Shifts, keys and values do not depend on the sample: each is one product for all blocks, and may be computed once for a
 whole run. Convolutions that halve and double are library calls between the regions. Activations are in channels_last.
 
-Shape legend: B images, C channels, H height, W width, T = H W tokens of an image, L tokens of the text, D its width, K
-channels of all its keys and values, S channels of all shifts, X width of the pooled text, Y sizes, F width of
+Shape legend: B images, C channels, H height, W width, L tokens of the text, D its width, K channels of all its keys and
+values, E width of the embedded timestep, S channels of all shifts, X width of the pooled text, Y sizes, F width of
 ``timestep_cond``.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
@@ -25,19 +27,109 @@ from zoo.ops.conv import conv
 from zoo.ops.norms import group_norm
 from zoo.unet.blocks import (
     Conditioning,
-    Conditions,
-    DownLevel,
-    Embedding,
-    MiddleLevel,
+    Level,
     ResnetBlock,
-    TextProjections,
-    TimeProjections,
     TransformerBlock,
-    UpLevel,
-    hiding_bias,
+    UNetConfig,
+    linear,
 )
-from zoo.unet.config import UNetConfig
 from zoo.weights import keep_channels_last
+
+
+class Embedding(nn.Module):
+    """Two products with SiLU between them; diffusers' ``TimestepEmbedding``."""
+
+    def __init__(self, inputs: int, width: int, cond: int | None = None) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(inputs, width)
+        self.cond_proj = None if cond is None else nn.Linear(cond, inputs, bias=False)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
+        """[..., I], and a condition [..., F] of models that take one -> [..., E]."""
+        if cond is not None:
+            assert self.cond_proj is not None
+            x = x + self.cond_proj(cond)
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class Conditions(nn.Module):
+    """The embedded timestep, with the pooled text and image sizes of SDXL added."""
+
+    def __init__(self, config: UNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.time_width
+        self.time_embedding = Embedding(config.block_out_channels[0], width, config.time_cond_proj_dim)
+        self.add_embedding = None
+        if config.addition_embed_type == "text_time":
+            assert config.projection_class_embeddings_input_dim is not None
+            self.add_embedding = Embedding(config.projection_class_embeddings_input_dim, width)
+
+    def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
+        """Embed timesteps [B], [1] or, for a whole run, [steps, 1]: [B, E], [1, E] or [steps, B, E].
+
+        ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is [B, F], for models that take
+        them.
+        """
+        config = self.config
+        dtype = self.time_embedding.linear_1.weight.dtype
+        options = config.flip_sin_to_cos, config.freq_shift
+        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
+        embedded = self.time_embedding(embedded.to(dtype), cond)
+        if self.add_embedding is None:
+            return embedded
+        assert added is not None and config.addition_time_embed_dim is not None
+        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
+        pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
+        return embedded + self.add_embedding(pooled.to(dtype))
+
+
+class TimeProjections(nn.Module):
+    """The products of all resnet blocks with the embedded timestep, in the order of the blocks, as one.
+
+    The bias of each block's first convolution is part of its shift.
+    """
+
+    def __init__(self, width: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        total = sum(channels)
+        self.weight = nn.Parameter(torch.empty(total, width))
+        self.bias = nn.Parameter(torch.empty(total))
+        self.conv_bias = nn.Parameter(torch.empty(total))
+        bound = width**-0.5
+        for parameter in (self.weight, self.bias, self.conv_bias):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """[..., E] -> [..., S]."""
+        return linear(F.silu(embedded), self.weight, self.bias + self.conv_bias)
+
+
+class TextProjections(nn.Module):
+    """Keys and values of all cross-attentions, in the order of their blocks, as one product."""
+
+    def __init__(self, width: int, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        self.weight = nn.Parameter(torch.empty(2 * sum(channels), width))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """[B, L, D] -> [B, L, K]: keys, then values, of one block after the other."""
+        return linear(text, self.weight)
+
+
+def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: int) -> Tensor:
+    """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
+    half = width // 2
+    # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
+    exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
+    angles = values.float()[..., None] * torch.exp(exponents / (half - freq_shift))
+    joined = torch.cat([angles.cos(), angles.sin()] if cosines_first else [angles.sin(), angles.cos()], dim=-1)
+    return F.pad(joined, (0, 1)) if width % 2 else joined
+
 
 # Stable Diffusion has 14 + 4 + 1: a level's blocks differ in the width of their skip connection.
 REGIONS = (
@@ -77,19 +169,18 @@ class UNet(nn.Module):
         super().__init__()
         self.config = config
         first, blocks = config.block_out_channels[0], config.blocks()
-        pad = config.conv_in_kernel // 2, config.conv_out_kernel // 2
         self.conditions = Conditions(config)
         self.time_projections = TimeProjections(config.time_width, [block.outputs for block in blocks])
         attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
         self.text_projections = TextProjections(config.cross_attention_dim, attending)
-        self.conv_in = nn.Conv2d(config.in_channels, first, config.conv_in_kernel, padding=pad[0])
-        self.down = nn.ModuleList(DownLevel(config, level) for level in config.down())
-        self.middle = MiddleLevel(config, config.middle())
-        self.up = nn.ModuleList(UpLevel(config, level) for level in config.up())
-        levels = (*config.down(), config.middle(), *config.up())
-        self._depths = [[block.depth or 0 for block in level.blocks] for level in levels]
+        kernels = config.conv_in_kernel, config.conv_out_kernel
+        self.conv_in = nn.Conv2d(config.in_channels, first, kernels[0], padding=kernels[0] // 2)
+        self.down = nn.ModuleList(Level(config, level) for level in config.down())
+        self.middle = Level(config, config.middle())
+        self.up = nn.ModuleList(Level(config, level) for level in config.up())
+        self._depths = [[block.depth or 0 for block in level.blocks] for level in config.levels()]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
-        self.conv_out = nn.Conv2d(first, config.out_channels, config.conv_out_kernel, padding=pad[1])
+        self.conv_out = nn.Conv2d(first, config.out_channels, kernels[1], padding=kernels[1] // 2)
         keep_channels_last(self)
 
     @property
@@ -139,11 +230,15 @@ class UNet(nn.Module):
             return_dict: Either way the result is a tuple with a name in it.
 
         Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host
-                only.
+            TypeError, ValueError: If an input does not fit, before anything runs.
         """
         config, weight = self.config, self.conv_in.weight
-        _check_unsupported(class_labels, cross_attention_kwargs, down_intrablock_additional_residuals)
+        _refuse(
+            class_labels=class_labels,
+            down_intrablock_additional_residuals=down_intrablock_additional_residuals,
+        )  # fmt: skip
+        if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
+            raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
         batch = sample.shape[0]
         wait: Callable[[], None] | None = None
@@ -168,13 +263,13 @@ class UNet(nn.Module):
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
         # The middle's input is the last skip without a ControlNet's residual.
-        x = self.middle(skips[-1], conditioning[len(self.down)])
+        x = self.middle(skips[-1], conditioning[len(self.down)])[-1]
         if down_block_additional_residuals is not None:
             skips = [skip + added for skip, added in zip(skips, down_block_additional_residuals, strict=True)]
         if mid_block_additional_residual is not None:
             x = x + mid_block_additional_residual
         for level, given in zip(self.up, conditioning[-len(self.up) :], strict=True):
-            x = level(x, [skips.pop() for _ in given.shifts], given)
+            (x,) = level(x, given, [skips.pop() for _ in given.shifts])
         norm = self.norm_out
         x = self.conv_out(group_norm(x, None, norm.weight, norm.bias, norm.num_groups, norm.eps, True))
         return UNetOutput(x.contiguous())
@@ -189,7 +284,7 @@ class UNet(nn.Module):
         none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's. The conditions
         are as ``forward`` takes them; what does not fit is a TypeError or ValueError.
         """
-        _check_conditions(timesteps, added_cond_kwargs, timestep_cond, self.config, self.device)
+        _check_conditions(timesteps, added_cond_kwargs or {}, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
 
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
@@ -200,14 +295,15 @@ class UNet(nn.Module):
         weight, width = self.text_projections.weight, self.config.cross_attention_dim
         hint = ": the text encoder must be the one that the model was trained with"
         validate.tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
-        _check_values("encoder_hidden_states", encoder_hidden_states)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
     def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
         """[B, S], [B, L, K] and masks of pixels and text -> what each level takes, in the order in which they run."""
         own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
         texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
-        biases = [None if mask is None else hiding_bias(mask, keys_values.dtype) for mask in masks]
+        # As diffusers: 0 where a token is seen, and -10000 where it is not.
+        dtype = keys_values.dtype
+        biases = [None if mask is None else ((1 - mask.to(dtype)) * -10000.0)[:, None, None] for mask in masks]
         found = []
         for depths in self._depths:
             own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
@@ -246,43 +342,29 @@ def example_inputs(
         assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         # Original size, upper left corner and target size, in pixels of the image.
-        sizes = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size], device="cpu")
-        inputs["added_cond_kwargs"] = {
-            "text_embeds": normal(batch, pooled),
-            "time_ids": sizes.expand(batch, -1).to(model.device, model.dtype),
-        }
+        sizes = torch.tensor([[8.0, 8.0, 0.0, 0.0, 8.0, 8.0]], device=model.device, dtype=model.dtype) * size
+        inputs["added_cond_kwargs"] = {"text_embeds": normal(batch, pooled), "time_ids": sizes.expand(batch, -1)}
     return inputs
 
 
-# Checks of inputs. Values are read on the host only, so that no device is waited for.
+# Checks of inputs.
 
 
-def _check_unsupported(labels: Any, attention: Mapping[str, Any] | None, adapter: Any) -> None:
-    """Refuse arguments of diffusers' forward that this one does not take."""
-    if labels is not None:
-        raise ValueError("class_labels is given, and conditions by class are not supported; leave it out")
-    if adapter is not None:
-        raise ValueError("down_intrablock_additional_residuals is given, and adapters are not supported; leave it out")
-    for name, value in (attention or {}).items():
-        if name != "scale" or value != 1.0:
-            raise ValueError(f"cross_attention_kwargs has {name}={value!r}, which is not supported; merge LoRA weights")
+def _refuse(**unsupported: Any) -> None:
+    for name, value in unsupported.items():
+        if value is not None:
+            raise ValueError(f"{name} is given, which is not supported; leave it out")
 
 
 def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
-    channels, reduction, hint = config.in_channels, config.reduction, ""
-    if isinstance(sample, Tensor) and sample.dim() == 3 and sample.shape[0] == channels:
-        hint = "; use sample[None] for one sample"
-    if isinstance(sample, Tensor) and sample.dim() == 4 and sample.shape[3] == channels:
-        hint = "; channels come first here, use sample.permute(0, 3, 1, 2)"
-    validate.tensor("sample", sample, f"B {channels} H W", like=weight, empty=False, hint=hint)
-    height, width = sample.shape[2:]
+    hint = "; sample[None] makes a batch of one sample, and sample.permute(0, 3, 1, 2) puts channels first"
+    validate.tensor("sample", sample, f"B {config.in_channels} H W", like=weight, empty=False, hint=hint)
+    (height, width), reduction = sample.shape[2:], config.reduction
     if height % reduction or width % reduction:
-        fitting = [max(reduction, side // reduction * reduction) for side in (height, width)]
         raise ValueError(
-            f"sample is {height} × {width}, which {len(config.block_out_channels)} levels cannot halve evenly: "
-            f"both sides must be divisible by {reduction}; crop or pad, to {fitting[0]} × {fitting[1]} for one"
+            f"sample is {height} × {width}, which {len(config.block_out_channels)} levels cannot halve evenly: crop or "
+            f"pad both sides to a multiple of {reduction}"
         )
-    _check_values("sample", sample)
 
 
 def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
@@ -298,39 +380,29 @@ def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
 
 
 def _check_conditions(
-    timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None, config: UNetConfig,
-    device: torch.device,
-) -> None:  # fmt: skip
+    timesteps: Tensor, added: Mapping[str, Tensor], cond: Tensor | None, config: UNetConfig, device: torch.device
+) -> None:
     """Refuse timesteps that do not fit, and conditions that the model does not take or lacks."""
     validate.tensor("timesteps", timesteps, "B | steps 1", like=device, hint=" for a whole run")
-    if timesteps.dtype == torch.bool or timesteps.is_complex():
-        raise TypeError(f"timesteps is {timesteps.dtype}, expected a tensor of numbers")
     rows = timesteps.shape[0] if timesteps.dim() == 1 and timesteps.shape[0] > 1 else "B"
     if cond is not None:
         if config.time_cond_proj_dim is None:
             raise ValueError("timestep_cond is given, but this model has no time_cond_proj_dim: leave it out")
         validate.tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
-    if config.addition_embed_type is None:
-        if added:
-            raise ValueError(f"added_cond_kwargs has {', '.join(added)}, but this model has no added conditions")
-        return
-    added = added or {}
-    for name, what, width in (("text_embeds", "the pooled text", "X"), ("time_ids", "sizes and crop", "Y")):
-        if name not in added:
-            raise ValueError(f"added_cond_kwargs has no {name!r} ({what}), which this model needs")
-        validate.tensor(name, added[name], f"{rows} {width}")
-    if extra := sorted(set(added) - {"text_embeds", "time_ids"}):
-        raise ValueError(f"added_cond_kwargs has {', '.join(extra)}, which is not supported")
-    (batch, pooled), (other, sizes) = added["text_embeds"].shape, added["time_ids"].shape
-    if batch != other:
-        raise ValueError(f"text_embeds has {batch} row(s) and time_ids {other}; give both as many")
-    assert config.addition_time_embed_dim is not None
-    channels = pooled + sizes * config.addition_time_embed_dim
-    if channels != config.projection_class_embeddings_input_dim:
-        raise ValueError(
-            f"text_embeds and time_ids: {pooled} + {sizes} × {config.addition_time_embed_dim} = {channels} channels; "
-            f"the model takes {config.projection_class_embeddings_input_dim}"
-        )
+    wanted = [] if config.addition_embed_type is None else ["text_embeds", "time_ids"]
+    if sorted(added) != wanted:
+        raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}")
+    if wanted:
+        assert config.addition_time_embed_dim is not None
+        text, sizes = added["text_embeds"], added["time_ids"]
+        validate.tensor("text_embeds", text, f"{rows} X")
+        validate.tensor("time_ids", sizes, f"{text.shape[0]} Y", hint=", as many rows as text_embeds")
+        channels = text.shape[1] + sizes.shape[1] * config.addition_time_embed_dim
+        if channels != config.projection_class_embeddings_input_dim:
+            raise ValueError(
+                f"text_embeds and time_ids: {text.shape[1]} + {sizes.shape[1]} × {config.addition_time_embed_dim} = "
+                f"{channels} channels; the model takes {config.projection_class_embeddings_input_dim}"
+            )
 
 
 def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
@@ -341,27 +413,21 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
     hint = "; make it with this model's time_shifts, and take one step's of a whole run"
     validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
     channels = model.text_projections.weight.shape[0]
-    hint = "; make keys and values with this model's text_keys_values"
-    validate.tensor("encoder_hidden_states", keys_values, f"B L {channels}", hint=hint, **of_sample)
-    if keys_values.shape[0] != batch:
-        raise ValueError(
-            f"encoder_hidden_states has {keys_values.shape[0]} row(s) and sample {batch}; repeat the text, or with "
-            "guidance double the sample"
-        )
+    hint = "; use this model's text_keys_values, with a row for each row of the sample"
+    validate.tensor("encoder_hidden_states", keys_values, f"{batch} L {channels}", hint=hint, **of_sample)
 
 
 def _check_masks(
     attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
 ) -> None:
-    batch, _, height, width = sample.shape
+    (batch, _, height, width), levels = sample.shape, len(config.block_out_channels)
     options: dict[str, Any] = {"like": sample.device, "like_name": "sample", "hint": ": 1 is seen and 0 is not"}
     if text_mask is not None:
         validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", **options)
     if attention_mask is not None:
-        # A level's size by its number, 0 the largest; the middle has that of the last one.
-        levels, last = (*config.down(), *config.up()[::-1]), len(config.block_out_channels) - 1
-        attending = {index % (last + 1) for index, level in enumerate(levels) if level.blocks[0].depth is not None}
-        sizes = sorted({height * width // 4**level for level in attending | {last}})
+        halvings = (*range(levels), levels - 1, *range(levels)[::-1])
+        attending = zip(halvings, config.levels(), strict=True)
+        sizes = sorted({height * width // 4**times for times, level in attending if level.blocks[0].depth is not None})
         if len(sizes) != 1:
             raise ValueError(
                 f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
@@ -373,28 +439,16 @@ def _check_masks(
 def _check_residuals(
     residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
 ) -> None:
-    """Refuse what is not a ControlNet's: a tensor for each skip connection and one for the middle."""
-    if residuals is None and middle is None:
-        return
-    if residuals is None or middle is None:
-        missing = "mid_block_additional_residual" if middle is None else "down_block_additional_residuals"
-        raise ValueError(f"a ControlNet gives both residuals, and {missing} is missing (adapters are not supported)")
-    batch, _, height, width = sample.shape
-    ends = [*config.skips(), (config.block_out_channels[-1], config.reduction)]
-    if len(residuals) != len(ends) - 1:
-        raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(ends) - 1}")
-    names = [*(f"down_block_additional_residuals[{i}]" for i in range(len(residuals))), "mid_block_additional_residual"]
-    for name, residual, (channels, size) in zip(names, (*residuals, middle), ends, strict=True):
+    """Refuse what is not a ControlNet's: a tensor for each skip connection, and one for the middle."""
+    (batch, _, height, width), skips = sample.shape, config.skips()
+    given: list[tuple[str, Tensor, tuple[int, int]]] = []
+    if residuals is not None:
+        if len(residuals) != len(skips):
+            raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
+        names = (f"down_block_additional_residuals[{index}]" for index in range(len(skips)))
+        given += zip(names, residuals, skips, strict=True)
+    if middle is not None:
+        given.append(("mid_block_additional_residual", middle, skips[-1]))
+    for name, residual, (channels, size) in given:
         shape = f"{batch} {channels} {height // size} {width // size}"
         validate.tensor(name, residual, shape, like=sample.device, like_name="sample")
-
-
-def _check_values(name: str, given: Tensor) -> None:
-    if given.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = int((~given.isfinite()).sum())
-    if wrong:
-        raise ValueError(
-            f"{name} has {wrong} value(s) that are not finite, of {given.numel()}: the model before overflowed; if in "
-            "float16, run that in float32 or bfloat16"
-        )

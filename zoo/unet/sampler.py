@@ -19,25 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoo import validate
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
-from zoo.files import upstream
 from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 
-# Short names of diffusers' schedulers, with what each needs so that its steps are sums.
-SOLVERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddim": ("DDIMScheduler", {"clip_sample": False}),
-    "euler": ("EulerDiscreteScheduler", {}),
-    "dpm++": ("DPMSolverMultistepScheduler", {}),
-    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
-}
 # A step costs K² passes over the latents.
 MOST_KEPT = 16
+# Random values on which the shares of a solver's step must agree with the solver.
 _TRIALS = 8
+# Options of diffusers' schedulers for which a step may be no sum.
+_NO_SUM = ("clip_sample", "thresholding", "algorithm_type", "rescale_betas_zero_snr", "prediction_type")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -62,33 +56,35 @@ class Schedule:
         return self.transitions.shape[1]
 
 
-def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> Schedule:
-    """The steps that a scheduler of diffusers takes, as tables on the CPU; diffusers must be installed.
+def make_schedule(scheduler: Any, steps: int) -> Schedule:
+    """The steps that a scheduler of diffusers takes, as tables on the CPU.
 
     Args:
-        scheduler: A scheduler of diffusers, or its configuration with ``_class_name``. Its steps must be sums: no
-            clipping, no thresholding, no fresh noise.
+        scheduler: A scheduler of diffusers, which stays as it is. Its steps must be sums: no clipping, no thresholding,
+            no fresh noise.
         steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
-        solver: ``"ddim"``, ``"euler"``, ``"dpm++"`` or ``"pndm"`` in place of the scheduler's own, with its noise.
 
     Raises:
-        ImportError: If diffusers is not installed.
         TypeError, ValueError: If the scheduler or the number of steps is not supported; the message says why.
     """
+    name = type(scheduler).__name__
+    if not hasattr(scheduler, "alphas_cumprod") or not hasattr(scheduler, "scale_model_input"):
+        raise TypeError(
+            f"scheduler is a {name}; the zoo takes diffusers' schedulers of Stable Diffusion's noise, as DDIMScheduler "
+            "and EulerDiscreteScheduler"
+        )
     # A scheduler that draws noise draws it from the global state, before it is refused.
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's, of schedulers that hand it tensors
-        theirs = _build(scheduler, solver)
+        theirs = type(scheduler).from_config(scheduler.config)
         total = theirs.config.num_train_timesteps
-        if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= total:
+        if not validate.is_count(steps) or steps > total:
             raise ValueError(f"steps is {steps!r}, expected an integer from 1 to {total}")
-        if len(theirs.alphas_cumprod) != total:
-            raise ValueError(f"trained_betas has {len(theirs.alphas_cumprod)} values, num_train_timesteps is {total}")
         theirs.set_timesteps(steps)
         # In float64 the tables, which diffusers made in float32, are as exact as before, and sums of them more so.
-        for name, value in vars(theirs).items():
+        for key, value in vars(theirs).items():
             if isinstance(value, Tensor) and value.dtype == torch.float32:
-                setattr(theirs, name, value.double())
+                setattr(theirs, key, value.double())
         low, high = float(theirs.timesteps.min()), float(theirs.timesteps.max())
         if low < 0 or high > total - 1:
             raise ValueError(
@@ -99,35 +95,13 @@ def make_schedule(scheduler: Any, steps: int, *, solver: str | None = None) -> S
         transitions = _matrices(of_latents, of_outputs)
         if transitions.shape[1] > MOST_KEPT:
             raise ValueError(
-                f"diffusers' {type(theirs).__name__} remembers {transitions.shape[1]} tensors in {steps} steps, and at "
-                f"most {MOST_KEPT} are supported; choose another solver, as solver='dpm++'"
+                f"diffusers' {name} remembers {transitions.shape[1]} tensors in {steps} steps, and at most {MOST_KEPT} "
+                "are supported; choose another solver, as DPMSolverMultistepScheduler"
             )
         return Schedule(
             timesteps=theirs.timesteps.to(torch.float32), input_scales=scales, transitions=transitions,
             noise_scale=float(theirs.init_noise_sigma),
         )  # fmt: skip
-
-
-def _build(scheduler: Any, solver: str | None) -> Any:
-    """A new scheduler with the given one's configuration, of the solver's class if one is named."""
-    diffusers = upstream("diffusers")
-    config = scheduler if isinstance(scheduler, Mapping) else getattr(scheduler, "config", None)
-    if not isinstance(config, Mapping):
-        raise TypeError(f"scheduler is a {type(scheduler).__name__}, expected diffusers' or its configuration")
-    name = config.get("_class_name") if scheduler is config else type(scheduler).__name__
-    cls: Any = getattr(diffusers, name or "", None) if scheduler is config else type(scheduler)
-    theirs: Any = cls.from_config(config) if hasattr(cls, "set_timesteps") else None
-    if not hasattr(theirs, "alphas_cumprod") or not hasattr(theirs, "scale_model_input"):
-        raise ValueError(
-            f"{name or 'a scheduler without _class_name'} is not supported; the zoo takes diffusers' schedulers of "
-            "Stable Diffusion's noise, as DDIMScheduler and EulerDiscreteScheduler"
-        )
-    if solver is None:
-        return theirs
-    if solver not in SOLVERS:
-        raise ValueError(f"there is no solver {solver!r}; choose one of {', '.join(SOLVERS)}")
-    name, options = SOLVERS[solver]
-    return getattr(diffusers, name).from_config(theirs.config, **options)
 
 
 def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,33 +112,22 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
-    # Random values follow, on which the shares must agree with the solver.
     trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given = torch.cat([unit, trials], dim=1)[:, None, None]  # [2 N, 1, 1, V]: images of one channel
     if hasattr(theirs, "set_begin_index"):
         theirs.set_begin_index(0)  # otherwise it looks for its place by the timestep, of which there may be two
-    sigmas, scales, returned = getattr(theirs, "sigmas", None), [], []
+    one, scales, returned = torch.ones(1, 1, dtype=torch.float64), [], []
     for step, timestep in enumerate(theirs.timesteps):
-        latents, output = given[step], given[steps + step]
-        scales.append(float(theirs.scale_model_input(torch.ones(1, 1, dtype=torch.float64), timestep)))
-        after: Tensor = theirs.step(output, timestep, latents, return_dict=False)[0].double()
-        if after.isnan().any() and sigmas is not None and sigmas[step] == sigmas[step + 1]:
-            # Karras' sigmas may end in a step of no width, for which Heun's formula divides zero by zero.
-            after = latents
-        returned.append(after.flatten())
+        scales.append(float(theirs.scale_model_input(one, timestep)))
+        after: Tensor = theirs.step(given[steps + step], timestep, given[step], return_dict=False)[0]
+        returned.append(after.double().flatten())
     results = torch.stack(returned)
-    shares = results[:, : 2 * steps]
-    name, config = type(theirs).__name__, theirs.config
-    if not results.isfinite().all():
+    shares, tried = results[:, : 2 * steps], results[:, 2 * steps :]
+    if not (shares @ trials - tried).abs().max() <= 1e-4 * results.abs().max():  # nor if one is NaN
+        options = ", ".join(f"{key}={theirs.config[key]!r}" for key in _NO_SUM if key in theirs.config)
         raise ValueError(
-            f"diffusers' {name} divides by zero with rescale_betas_zero_snr={config.get('rescale_betas_zero_snr')} "
-            f"and prediction_type={config.get('prediction_type')!r}; choose another timestep_spacing or prediction_type"
-        )
-    if not torch.allclose(shares @ trials, results[:, 2 * steps :], rtol=1e-4, atol=1e-4 * float(results.abs().max())):
-        options = (f"{k}={config[k]!r}" for k in ("clip_sample", "thresholding", "algorithm_type") if k in config)
-        raise ValueError(
-            f"diffusers' {name} with {', '.join(options) or 'its options'} is not supported: its steps clip values or "
-            "draw noise; switch that off, or choose a deterministic scheduler"
+            f"diffusers' {type(theirs).__name__} with {options or 'its options'} is not supported: its steps clip "
+            "values, draw noise or divide by zero; switch that off, or choose a deterministic scheduler"
         )
     return torch.tensor(scales, dtype=torch.float64), shares[:, :steps], shares[:, steps:]
 
@@ -189,7 +152,7 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
 
 
 class DenoiseState:
-    """What a step reads and writes, in memory that never moves."""
+    """What a step reads and writes, in memory that never moves, for runs of at most N steps."""
 
     def __init__(self, shape: tuple[int, ...], kept: int, steps: int, shifts: Tensor, keys_values: Tensor) -> None:
         exact = torch.float64 if shifts.dtype == torch.float64 else torch.float32
@@ -203,22 +166,15 @@ class DenoiseState:
             self.step = torch.zeros(1, dtype=torch.int64)  # the step to come
 
     def fits(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> bool:
-        """True if a run has these shapes; fewer steps and a solver that remembers less fit too."""
-        return (
-            schedule.steps <= len(self.input_scales)
-            and schedule.kept <= len(self.tracks)
-            and (shifts.shape[1:], shifts.dtype) == (self.shifts.shape[1:], self.shifts.dtype)
-            and (keys_values.shape, keys_values.dtype) == (self.keys_values.shape, self.keys_values.dtype)
-            and keys_values.device == self.keys_values.device
-        )
+        """True if a run has these shapes, or fewer steps."""
+        pairs = (shifts[0], self.shifts[0]), (keys_values, self.keys_values)
+        alike = all((a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) for a, b in pairs)
+        return alike and schedule.kept == len(self.tracks) and schedule.steps <= len(self.input_scales)
 
     def begin(self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance: float) -> None:
         """Copy a run in. A captured step reads all of it from here."""
-        steps, kept, spare = schedule.steps, schedule.kept, len(self.tracks) - schedule.kept
-        # A solver that remembers less than there is room for is padded; the output stays the last column.
-        matrices = schedule.transitions
-        matrices = torch.cat([F.pad(matrices[..., :kept], (0, spare)), matrices[..., kept:]], dim=-1)
-        self.transitions[:steps].copy_(F.pad(matrices, (0, 0, 0, spare)))
+        steps = schedule.steps
+        self.transitions[:steps].copy_(schedule.transitions)
         self.input_scales[:steps].copy_(schedule.input_scales)
         self.shifts[:steps].copy_(shifts)
         self.keys_values.copy_(keys_values)
@@ -250,8 +206,8 @@ class Sampler:
     """Makes latents of texts with a UNet and a schedule; compile the model's regions before the first call.
 
     The first call captures a step. Later calls copy their texts, seeds, guidance and schedules in and replay it. A call
-    of other shapes (texts of another length, guidance or none, more steps, a solver that remembers more) captures a new
-    step in place of the old one.
+    of other shapes (texts of another length, guidance or none, more steps than before, a solver that remembers another
+    number of tensors) captures a new step in place of the old one.
 
     Args:
         model: A UNet of the zoo.
@@ -259,7 +215,6 @@ class Sampler:
         shape: [B, C, H, W] of the latents: for an image of 512 × 512 pixels Stable Diffusion has [1, 4, 64, 64].
         guidance_scale: How far to go from the output without the text past the one with it; up to 1 the model runs on
             the text alone.
-        most_steps: Steps that a captured step has room for; the schedule's when left out.
         cuda_graph: Run steps as a CUDA graph; left out, where there is a GPU.
 
     Raises:
@@ -268,14 +223,19 @@ class Sampler:
 
     def __init__(
         self, model: UNet, schedule: Schedule, *, shape: tuple[int, int, int, int], guidance_scale: float = 7.5,
-        most_steps: int | None = None, cuda_graph: bool | None = None,
+        cuda_graph: bool | None = None,
     ) -> None:  # fmt: skip
-        _check_model(model, shape)
+        if not isinstance(model, UNet):
+            raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
+        channels, reduction = model.config.in_channels, model.config.reduction
+        if model.config.out_channels != channels or model.config.time_cond_proj_dim is not None:
+            raise ValueError("the model takes more than latents, timestep and text: use diffusers' pipelines")
+        sizes = tuple(shape) if len(shape) == 4 else (0,) * 4
+        if not all(map(validate.is_count, sizes)) or sizes[1] != channels or any(n % reduction for n in sizes[2:]):
+            expected = f"[B, {channels}, H, W] with H and W divisible by {reduction}"
+            raise ValueError(f"shape is {shape!r}, expected {expected}")
         _check_run(schedule, guidance_scale)
-        self.model, self.schedule, self.shape = model, schedule, tuple(shape)
-        self.guidance_scale = guidance_scale
-        self.most_steps = schedule.steps if most_steps is None else most_steps
-        validate.count("most_steps", self.most_steps)
+        self.model, self.schedule, self.shape, self.guidance_scale = model, schedule, sizes, guidance_scale
         self.cuda_graph = cuda_graph
         self.captures = 0
         self._state: DenoiseState | None = None
@@ -306,92 +266,52 @@ class Sampler:
         schedule = self.schedule if schedule is None else schedule
         scale = self.guidance_scale if guidance_scale is None else guidance_scale
         _check_run(schedule, scale)
-        guided = scale > 1
+        model, guided = self.model, scale > 1
         if guided and negative is None:
             raise ValueError("negative is missing: encode an empty text, or pass guidance_scale=1")
-        texts = {"negative": negative, "text": text} if guided else {"text": text}
-        conditions = {"negative_added": negative_added, "added": added} if guided else {"added": added}
         if latents is None:
-            noise = torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
-        else:
-            shape = " ".join(map(str, self.shape))
-            validate.tensor("latents", latents, shape, kinds="floating", hint=" as the sampler's shape")
-            noise = latents
+            latents = torch.randn(self.shape, generator=validate.seeded(seed), device="cpu", dtype=torch.float32)
+        shape = " ".join(map(str, self.shape))
+        validate.tensor("latents", latents, shape, kinds="floating", hint=" as the sampler's shape")
+        texts = {"negative": negative, "text": text} if guided else {"text": text}
+        sides = {"negative_added": negative_added or {}, "added": added or {}} if guided else {"added": added or {}}
         with torch.inference_mode():
-            rows = self._joined_texts(texts)
-            timesteps = schedule.timesteps[:, None].to(self.model.device)
-            shifts = self.model.time_shifts(timesteps, self._joined_conditions(conditions)).shifts
-            keys_values = self.model.text_keys_values(rows).keys_values
+            conditions = {}
+            for key in dict.fromkeys(key for side in sides.values() for key in side):
+                values = {f"{name}[{key!r}]": side.get(key) for name, side in sides.items()}
+                conditions[key] = self._joined(values, "X", {}).to(model.device)
+            sizes = {"D": model.config.cross_attention_dim}
+            keys_values = model.text_keys_values(self._joined(texts, "L D", sizes)).keys_values
+            shifts = model.time_shifts(schedule.timesteps[:, None].to(model.device), conditions).shifts
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
-                kept = schedule.kept if state is None else max(schedule.kept, len(state.tracks))
-                self.most_steps = max(self.most_steps, schedule.steps)
+                steps = schedule.steps if state is None else max(schedule.steps, len(state.input_scales))
                 # Frees the memory of the step that was captured before.
                 self._state = self._step = state = None
-                state = DenoiseState(self.shape, kept, self.most_steps, shifts, keys_values)
-                state.begin(schedule, noise, shifts, keys_values, scale)
-                if self.cuda_graph or (self.cuda_graph is None and self.model.device.type == "cuda"):
-                    self._step = capture(denoise_step, (self.model, state, guided), static=(0, 1), clone_outputs=False)
+                state = DenoiseState(self.shape, schedule.kept, steps, shifts, keys_values)
+                state.begin(schedule, latents, shifts, keys_values, scale)
+                if self.cuda_graph or (self.cuda_graph is None and model.device.type == "cuda"):
+                    self._step = capture(denoise_step, (model, state, guided), static=(0, 1), clone_outputs=False)
                     self.captures += 1
                 self._state = state
-            state.begin(schedule, noise, shifts, keys_values, scale)
+            state.begin(schedule, latents, shifts, keys_values, scale)
             self._run(state, schedule.steps, guided)
         return state.tracks[0].clone()
 
-    def _joined_texts(self, texts: Mapping[str, Any]) -> Tensor:
-        """Texts [R, L, D] of both sides of guidance."""
-        batch, width = self.shape[0], self.model.config.cross_attention_dim
+    def _joined(self, sides: Mapping[str, Any], names: str, sizes: Mapping[str, int]) -> Tensor:
+        """[R, ...] of both sides of guidance, each [B, ...] or [1, ...] with dimensions of these names behind."""
         rows: list[Tensor] = []
-        for name, text in texts.items():
-            weight = self.model.text_projections.weight
-            validate.tensor(
-                name, text, f"{batch} L {width} | 1 L {width}", like=weight, hint="; one row stands for all images"
-            )
-            rows.append(text.expand(batch, -1, -1))
-            if rows[-1].shape != rows[0].shape:
-                raise ValueError(f"{name} has {text.shape[1]} tokens and negative {rows[0].shape[1]}; pad both alike")
+        for name, given in sides.items():
+            shapes = f"{self.shape[0]} {names} | 1 {names}"
+            validate.tensor(name, given, shapes, sizes=sizes, hint="; one row stands for all images")
+            sizes = dict(zip(names.split(), given.shape[1:], strict=True))
+            rows.append(given.expand(self.shape[0], *given.shape[1:]))
         return torch.cat(rows)
-
-    def _joined_conditions(self, conditions: Mapping[str, Mapping[str, Tensor] | None]) -> dict[str, Tensor] | None:
-        """``text_embeds`` [R, X] and ``time_ids`` [R, Y] of both sides of guidance, for models that take them."""
-        joined: dict[str, list[Tensor]] = {}
-        batch = self.shape[0]
-        wanted = () if self.model.config.addition_embed_type is None else ("text_embeds", "time_ids")
-        for side, given in conditions.items():
-            if extra := sorted((given or {}).keys() - set(wanted)):
-                raise ValueError(f"{side} has {', '.join(extra)}, which is not supported by this model")
-            for key in wanted:
-                if given is None or key not in given:
-                    raise ValueError(f"{side} has no {key!r}, which this model needs")
-                shape = f"{batch} X | 1 X"
-                validate.tensor(f"{side}[{key!r}]", given[key], shape, hint="; one row stands for all images")
-                rows, parts = given[key].expand(batch, -1).to(self.model.device), joined.setdefault(key, [])
-                if parts and rows.shape != parts[0].shape:
-                    raise ValueError(f"{key} is {list(parts[0].shape)} on one side, {list(rows.shape)} on the other")
-                parts.append(rows)
-        return {key: torch.cat(parts) for key, parts in joined.items()} or None
 
     def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
         step = denoise_step if self._step is None else self._step
         for _ in range(steps):
             step(self.model, state, guided)
-
-
-def _check_model(model: UNet, shape: tuple[int, ...]) -> None:
-    if not isinstance(model, UNet):
-        raise TypeError(f"model is a {type(model).__name__}, expected a UNet of the zoo")
-    config = model.config
-    if config.in_channels != config.out_channels:
-        ends = f"takes {config.in_channels} channels and gives {config.out_channels}"
-        raise ValueError(f"the model {ends}: inputs besides the noise need diffusers' pipelines")
-    if config.time_cond_proj_dim is not None:
-        raise ValueError(f"the model has time_cond_proj_dim={config.time_cond_proj_dim}: use diffusers' pipelines")
-    if len(shape) != 4 or not all(map(validate.is_count, shape)):
-        raise ValueError(f"shape is {shape!r}, expected four positive integers: [B, {config.in_channels}, H, W]")
-    if shape[1] != config.in_channels:
-        raise ValueError(f"shape has {shape[1]} channels, and the model takes {config.in_channels}")
-    if shape[2] % config.reduction or shape[3] % config.reduction:
-        raise ValueError(f"shape is {shape[2]} × {shape[3]}, and both must be divisible by {config.reduction}")
 
 
 def _check_run(schedule: Schedule, scale: float) -> None:
