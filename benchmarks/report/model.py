@@ -187,6 +187,10 @@ class MeasuredRace:
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
 
+    def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
+        """Whether calls of ``arm`` make up for what it costs more: it is faster, and by its median as well."""
+        return self.verdict(arm, over) == "faster" and (arm.p50 or 0.0) < (over.p50 or 0.0)
+
     def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
         """Calls until compile and capture seconds are paid back by being faster than its own eager, or upstream's.
 
@@ -218,12 +222,15 @@ class MeasuredRace:
                 found.append(max(0.0, cold.time_to_first_result - paid - arm.p50 / 1e3))
         return min(found, default=0.0)
 
-    def total(self, arm: MeasuredArm, calls: int) -> float | None:
-        """Seconds from a new process with empty caches, imports and set-up apart, to the last of so many results."""
+    def before(self, arm: MeasuredArm) -> float | None:
+        """Seconds before the first steady call in a new process with empty caches: start-up, compilation, capture."""
         paid = arm.paid("cold")
-        if paid is None or arm.p50 is None:
-            return None
-        return paid + (0.0 if arm.is_eager else self.start_up) + calls * arm.p50 / 1e3
+        return paid if paid is None or arm.is_eager else paid + self.start_up
+
+    def total(self, arm: MeasuredArm, calls: int) -> float | None:
+        """Seconds from such a process, imports and model set-up apart, to the last of so many results."""
+        first = self.before(arm)
+        return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
 
 
 def _right(arms: Iterable[MeasuredArm | None]) -> MeasuredArm | None:
