@@ -18,8 +18,7 @@ from torch import nn
 from torch._dynamo.external_utils import wrap_inline
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.machine import CACHE_VARIABLES, cache_environment
-from benchmarks.process import cut
+from benchmarks.machine import CACHE_VARIABLES, cache_environment, cut
 from benchmarks.record import Compile
 
 REASON_LENGTH = 400

@@ -188,3 +188,8 @@ def free_memory(device: str, monitor: Monitor) -> int | None:
         return None if memory is None else memory[1]
     found = _values("/proc/meminfo", "MemAvailable")
     return int(found[0].split()[0]) * 1024 if found else None
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or as much of it as so many letters hold."""
+    return text if len(text) <= most else text[: most - 1] + "…"

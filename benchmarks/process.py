@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.machine import INDUCTOR_CACHE, ROOT, python_path
+from benchmarks.machine import INDUCTOR_CACHE, ROOT, cut, python_path
 
 REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
@@ -38,11 +38,6 @@ DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStrea
 SET_TMPDIR = "set TMPDIR to a folder on another: the compiler's caches go there"
 
 _alive: set[Worker] = set()
-
-
-def cut(text: str, most: int) -> str:
-    """The text, or as much of it as so many letters hold."""
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 class WorkerFailure(Exception):

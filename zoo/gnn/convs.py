@@ -91,8 +91,14 @@ class GCNConv(_Conv):
         # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
-        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot for the weight, zero for the bias."""
         nn.init.xavier_uniform_(self.lin.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
@@ -129,6 +135,12 @@ class SAGEConv(_Conv):
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
         self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear`` draws them."""
+        for linear in (self.lin, self.lin_l, self.lin_r):
+            if linear is not None:
+                linear.reset_parameters()
 
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]."""
@@ -195,14 +207,19 @@ class GATConv(_Conv):
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
         self.res = nn.Linear(own, total, bias=False) if residual else None
-        self.bias = nn.Parameter(torch.zeros(total)) if bias else None
-        # Glorot for weights and attention vectors.
+        self.bias = nn.Parameter(torch.empty(total)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot for weights and attention vectors, zero for the bias."""
         for linear in (self.lin, self.lin_src, self.lin_dst, self.res):
             if linear is not None:
                 nn.init.xavier_uniform_(linear.weight)
-        bound = math.sqrt(6.0 / (heads + out_channels))
         for vector in (self.att_src, self.att_dst):
+            bound = math.sqrt(6.0 / (vector.shape[1] + vector.shape[2]))
             nn.init.uniform_(vector, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,3 +128,13 @@ def ceil_div(value: int, parts: int) -> int:
 def next_power(value: int) -> int:
     """The next power of two, at least 1."""
     return 1 << max(value - 1, 0).bit_length()
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor. Asked so that nobody else pays for the import."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds; any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]

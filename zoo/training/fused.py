@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.region import Region
+from zoo.ops.common import to_local
 from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, scale_
-from zoo.training.parallel import to_local
 
 
 class CrossEntropyRows(nn.Module):

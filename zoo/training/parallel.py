@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zoo.engine.compile import compile_regions
 from zoo.engine.discover import resolve
+from zoo.ops.common import is_sharded
 from zoo.training.checkpointing import checkpoint_regions
 
 # As torchtitan and accelerate name them.
@@ -117,16 +118,6 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     meshes: list[Any] = [getattr(each, "device_mesh") for each in model.parameters() if is_sharded(each)]  # noqa: B009
     meshes += [each.split_over for each in model.modules() if hasattr(each, "split_over")]
     return max(meshes, key=lambda mesh: mesh.ndim).get_all_groups() if meshes else []
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor. Asked so that nobody else pays for the import."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds; any other tensor as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
 
 
 def mean_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:

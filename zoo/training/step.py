@@ -21,10 +21,11 @@ from torch.utils import _pytree as pytree
 from zoo import validate
 from zoo.engine.captured import check_leaves, describe, is_captured, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
+from zoo.ops.common import is_sharded
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
 from zoo.training.fused import AdamW
-from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, is_sharded, mean_over
+from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

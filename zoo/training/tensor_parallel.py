@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from zoo.bert import BertLayer
 from zoo.llm import LLM, LLMLayer
 from zoo.llm.model import RMSNorm
+from zoo.ops.common import to_local
 from zoo.ops.norms import rms_norm
-from zoo.training.parallel import to_local
 
 
 class BlockSplit(NamedTuple):
