@@ -2,7 +2,8 @@
 
     python -m benchmarks.deploy --family bert --model bert-base --input 32x128 --out runs/starts.jsonl
 
-The first process compiles and saves. Then the arms start in turn, each time in a new process. The table of it is
+The first process compiles and saves. Then the arms start in turn, each time in a new process. ``torch's cache
+artifacts`` are those of ``torch.compiler.save_cache_artifacts``, of upstream's model compiled whole. The table is
 ``<!-- table: starts family=... -->`` of ``benchmarks.report``.
 """
 
@@ -28,7 +29,7 @@ import typer
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.machine import cache_environment, python_path, row
 from benchmarks.plan import Case
-from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
+from benchmarks.record import ARTIFACTS, CACHES, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.model import UPSTREAM
 from benchmarks.report.tables import markdown
@@ -38,8 +39,12 @@ ARMS = (
     ("zoo", "regional", False, EMPTY),
     ("zoo", "regional", False, ARTIFACTS),
     ("zoo", "regional", True, ARTIFACTS),
+    ("zoo", "regional", False, FILLED),
     ("zoo", "eager", False, FILLED),
     ("upstream", "eager", False, EMPTY),
+    ("upstream", "full", False, EMPTY),
+    ("upstream", "full", False, CACHES),
+    ("upstream", "full", False, FILLED),
 )
 HEAD = ("process", "imports", "context", "model", "load", "first call", "capture", "total", "call", "host")
 PHASES = (("python", "torch", "library"), ("context",), ("model",), ("load",), ("first call",), ("capture",))
@@ -83,10 +88,12 @@ def main(
         runs = Processes(folder, family, timeout)
         facts = runs.prepare({start.case.impl: start.case for start in starts}.values())
         try:
-            runs.start(starts[0], save=True)
+            runs.start(starts[0])
             for start in starts[1:]:
                 if start.source == FILLED:
                     runs.start(replace(start, processes=[]))  # fills them
+                elif start.source == CACHES:
+                    runs.start(replace(start, source=EMPTY, processes=[]))  # writes them
             for _ in range(processes):
                 for start in starts[1:]:
                     runs.start(start)
@@ -117,7 +124,7 @@ class Processes:
                 raise UsageError(f"the model cannot be built: {each}")
         return told[0]  # type: ignore[return-value]
 
-    def start(self, start: Start, *, save: bool = False) -> None:
+    def start(self, start: Start) -> None:
         """One more process of an arm; what it tells is added to the arm, or why it failed."""
         if start.reason:
             return
@@ -127,8 +134,9 @@ class Processes:
             start.case,
             caches,
             library="zoo" if start.case.impl == "zoo" else UPSTREAM.get(start.case.family, "torch").replace("-", "_"),
-            artifacts=str(self.folder / "artifacts") if save or start.source == ARTIFACTS else None,
-            save=save,
+            artifacts=str(self.folder / f"{start.case.impl}-artifacts"),
+            load=start.source in (ARTIFACTS, CACHES),
+            save=start.source == EMPTY and start.case.strategy != "eager",
             at=time.time(),
         )
         if start.source != FILLED:
@@ -202,7 +210,10 @@ def _row(start: Start) -> list[str]:
 
 def _notes(starts: Sequence[Start]) -> list[str]:
     notes = [f"{start.arm}: {start.reason}." for start in starts if start.reason]
-    saver = next((start for start in starts if start.saved and start.processes), None)
+    for start in starts:
+        if start.saved and start.case.impl == "upstream":
+            notes.append(f"Torch's cache artifacts have {mebibytes(start.saved.bytes)} MiB.")
+    saver = next((start for start in starts if start.saved and start.case.impl == "zoo"), None)
     if saver is None or saver.saved is None:
         return notes
     kinds = [f"{saver.saved.kinds.count(kind)} {kind}" for kind in sorted(set(saver.saved.kinds))]

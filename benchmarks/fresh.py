@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def prepare(asked: dict[str, Any]) -> dict[str, Any]:
 def start(asked: dict[str, Any]) -> dict[str, Any]:
     """Start as asked, and tell seconds by phase, what was compiled, a steady call and a hash of the outputs."""
     seconds = {"python": time.time() - asked["at"]}
-    device, artifacts, save = asked["case"]["device"], asked["artifacts"], asked["save"]
+    device, artifacts, load, save = asked["case"]["device"], asked["artifacts"], asked["load"], asked["save"]
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
@@ -73,13 +74,16 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         model, inputs, static, dynamic = torch.load(asked["model"], map_location=device, mmap=True, weights_only=False)
     files = cache_contents()
     with strategies.execution_mode(case):
-        call = model
-        if artifacts and not save:
+        ours, call = case.impl == "zoo", model
+        if load:
             with phase("load"):
-                call = zoo.load_compiled(model, artifacts, strict=True)
+                if ours:
+                    zoo.load_compiled(model, artifacts, strict=True)
+                else:
+                    torch.compiler.load_cache_artifacts(Path(artifacts).read_bytes())
             files = cache_contents()
         with phase("first call"):
-            if not artifacts or save:
+            if not (load and ours):
                 prepared = Prepared(
                     model=model, inputs=inputs, dynamic=dynamic, reference=torch.Tensor, bytes=0, bytes_formula="",
                     data="",
@@ -99,11 +103,16 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
             model.reset()
         output = _flat(step()).cpu().contiguous()
     saved = None
-    if save:
+    if save and ours:
         written = zoo.save_compiled(model, artifacts)
         size = sum(path.stat().st_size for path in written.path.iterdir())
         saved = {"bytes": size, "kinds": [each["kind"] for each in written.entries],
                  "skipped": list(written.skipped.values())}  # fmt: skip
+    elif save:
+        found = torch.compiler.save_cache_artifacts()
+        if found is None:
+            raise RuntimeError("torch.compiler.save_cache_artifacts found nothing to save")
+        saved = {"bytes": Path(artifacts).write_bytes(found[0]), "kinds": [], "skipped": []}
     return {
         "seconds": seconds,
         "compiled": compiled,

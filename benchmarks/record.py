@@ -27,7 +27,7 @@ STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit
 IN_RACE = "during the race: "
 
 # Where a new process has compiled code from. Empty caches are new folders for each process.
-EMPTY, FILLED, ARTIFACTS = "empty caches", "filled caches", "artifacts"
+EMPTY, FILLED, ARTIFACTS, CACHES = "empty caches", "filled caches", "artifacts", "torch's cache artifacts"
 # The phase of a start that its total leaves out.
 HARNESS = "harness"
 
@@ -215,7 +215,7 @@ class Process:
 
 @dataclass(kw_only=True)
 class Saved:
-    """A folder of artifacts: its size, the kind of each graph in it, and why others were left out."""
+    """Artifacts: their size; of the zoo's the kind of each graph, and why others were left out."""
 
     bytes: int
     kinds: list[str]
@@ -225,7 +225,7 @@ class Saved:
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 @dataclass(kw_only=True)
 class Start:
-    """The new processes of one arm; ``reason`` says why one failed. ``saved`` is what the first arm wrote."""
+    """The new processes of one arm; ``reason`` says why one failed. ``saved`` is what the last of them wrote."""
 
     case: Case
     source: str

@@ -154,3 +154,18 @@ def test_new_processes_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert each.total < saving.total
     assert upstream.reason and not upstream.processes
     assert "bit-equal" in make_table(Spec.parse("startup family=fake"), load(out))
+
+
+@pytest.mark.slow
+def test_torchs_cache_artifacts_spare_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LIGHT, "BENCHMARKS_BACKEND": "inductor"}.items():
+        monkeypatch.setenv(name, value)
+    out = tmp_path / "starts.jsonl"
+    words = f"--family {FAKE} --model good --input small --device cpu --processes 1 --out {out}".split()
+    assert run_command(deploy.main, "deploy", [*words, "--arm", "upstream full, [et]*"]) == 0
+    _, cold, cached = load(out).starts
+    assert cold.saved is not None and cold.saved.bytes > 0 and cold.processes[0].compiled["misses"] > 0
+    (process,) = cached.processes
+    assert process.compiled["graphs"] == 1 and not process.compiled["misses"] and "load" in process.seconds
+    assert process.output == cold.processes[0].output
+    assert "Torch's cache artifacts have" in make_table(Spec.parse("startup family=fake"), load(out))
