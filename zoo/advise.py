@@ -53,7 +53,7 @@ UNUSABLE = 0.2  # noise above this says nothing about anything
 STEP_SECONDS = 900  # what one step of an arm may take
 TURN_MS = 100
 # Fewest and most rounds, and seconds that bound their number between the two.
-QUICK, THOROUGH = (5, 9, 20), (9, 30, 300)
+QUICK, THOROUGH = (5, 30, 40), (15, 100, 300)
 HEAD = ("arm", "compile s", "ms a call", "spread", "vs eager", "error", "g/b", "payback")
 WIDTHS = (-21, 11, 9, 6, 8, 6, 4, 7)
 
@@ -635,7 +635,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, required=True, help="number of calls in one process")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="left out: cuda if there is a GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="left out: the model's own")
-    parser.add_argument("--thorough", action="store_true", help="up to 30 rounds, and compile times on warm caches too")
+    parser.add_argument("--thorough", action="store_true", help="up to 100 rounds, and compile times on warm caches too")
     parser.set_defaults(command=run)
 
 
