@@ -111,6 +111,8 @@ def main(
     if list_:
         _list(run, console)
         return 0
+    if resume and not folder.exists():
+        console.print(f"there is no run in {folder} to continue: this one begins there", soft_wrap=True)
     run.skip_done(resume=resume)
     with settings_of(
         family,

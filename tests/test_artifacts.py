@@ -214,7 +214,7 @@ def poison(folder: Path) -> None:
         (poison, "000-Shifted.bin is not what was written"),
         (lambda folder: (folder / "001-Shifted.bin").unlink(), "001-Shifted.bin cannot be read"),
         (lambda folder: (folder / "index.json").write_text("{"), "no index that can be read"),
-        (lambda folder: (folder / "index.json").unlink(), "no index that can be read"),
+        (lambda folder: (folder / "index.json").unlink(), "no folder that zoo.save_compiled wrote"),
         (lambda folder: (folder / "index.json").write_text("{}"), "another release of the zoo"),
     ],
 )
@@ -246,7 +246,7 @@ def test_regions_of_another_model_are_refused(tmp_path: Path) -> None:
 def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(zoo.ArtifactError, match="another key"):
         loaded(folder, key=b"other")
-    edit(folder, entries=[])
+    edit(folder, skipped={"blocks.0": "no reason"})
     with pytest.raises(zoo.ArtifactError, match="another key"):
         loaded(folder, key="secret")
     model = loaded(folder)
@@ -254,6 +254,47 @@ def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path)
     zoo.save_compiled(model, tmp_path / "unsigned")
     with pytest.raises(zoo.ArtifactError, match="not signed"):
         loaded(tmp_path / "unsigned", key="secret")
+
+
+class Placed(nn.Module):
+    """Knows its place and a rate, as blocks of other libraries do."""
+
+    def __init__(self, place: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.place, self.rate = place, 0.1 * place
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) / (self.place + 1)
+        return x + y * self.rate if self.place % 2 else x - y.relu()
+
+
+def placed(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Placed(place, width) for place in range(4))).eval()
+
+
+@pytest.mark.slow
+def test_numbers_of_a_block_are_saved_as_symbols(tmp_path: Path) -> None:
+    model, x = zoo.compile_regions(placed()), torch.randn(2, 8)
+    with torch.no_grad():
+        expected = model(x)
+        saved = zoo.save_compiled(model, tmp_path / "compiled")
+        assert len(saved.entries) == 2 and not saved.skipped  # of even and odd places
+        before = graphs()
+        fresh = zoo.load_compiled(placed(), tmp_path / "compiled", strict=True)
+        assert torch.equal(fresh(x), expected) and graphs() == before
+    with pytest.raises(zoo.ArtifactError, match=r"weights was 288 in 8 tensors .*, is 1,088 in 8 tensors"):
+        zoo.load_compiled(placed(16), tmp_path / "compiled", strict=True)
+
+
+def test_a_folder_without_graphs_does_not_pass_for_a_loaded_one(tmp_path: Path) -> None:
+    model = zoo.compile_regions(placed(), backend="eager")
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    assert "not saved" in str(zoo.save_compiled(model, tmp_path / "compiled"))
+    with pytest.raises(zoo.ArtifactError, match="holds no graph .it was compiled by another backend than Inductor"):
+        zoo.load_compiled(placed(), tmp_path / "compiled", strict=True)
 
 
 def test_a_full_disk_leaves_the_folder_of_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

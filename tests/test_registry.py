@@ -189,11 +189,11 @@ def test_foreign_modules_are_refused_by_name() -> None:
     bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
     for refused in (nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)):
         name = type(refused).__name__
-        with pytest.raises(TypeError, match=rf"no family converts .*\b{name}; libraries: .*gnn"):
+        with pytest.raises(TypeError, match=rf"{name} is (no model of|not one of).*compile_regions"):
             zoo.from_upstream(refused)
     with pytest.raises(TypeError, match="zoo.from_upstream"):
         zoo.to_upstream(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="not a model of the zoo"):
         zoo.example_inputs(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="expected an nn.Module"):
+    with pytest.raises(TypeError, match="module is a str, expected a model"):
         zoo.from_upstream("gcn")

@@ -434,7 +434,7 @@ def gain(seconds: float | None, ms: float, times: float | None, over: str) -> st
     ``times`` None is no measurable difference.
     """
     first = "" if seconds is None else f"compiles in {number(seconds)} s, then "
-    against = "with no measurable difference to" if times is None else f"{number(times)}× as fast as"
+    against = "not measurably faster or slower than" if times is None else f"{number(times)}× as fast as"
     return f"{first}takes {number(ms)} ms a call, {against} {over}"
 
 
@@ -469,15 +469,19 @@ def table(found: Measured) -> Iterator[str]:
         times, payback = found.times(arm, found.arms[0]), found.payback(arm)
         compiled = "/".join(number(arm.compile(paid)) for paid in (arm.paid, arm.warm) if paid is not None)
         cells = (
-            "same" if times is None else f"{times:.2f}×",
+            f"{(high - low) / 2 / middle:.0%}",
+            "?" if found.noise > UNUSABLE else "same" if times is None else f"{times:.2f}×",
             f"{arm.error:.0e}" + "!" * (not arm.right),
             f"{arm.graphs}/{arm.breaks}",
-            "never" if math.isinf(payback) else f"{payback:,}" if payback < 1e6 else f"{payback:.1e}",
+            "?"
+            if found.noise > UNUSABLE
+            else "never"
+            if math.isinf(payback)
+            else f"{payback:,}"
+            if payback < 1e6
+            else f"{payback:.1e}",
         )
-        spread = f"{(high - low) / 2 / middle:.0%}"
-        rows.append(
-            (arm.name, compiled if arm.calls else "-", number(arm.ms), spread, *(cells if arm.calls else "----"))
-        )
+        rows.append((arm.name, compiled if arm.calls else "-", number(arm.ms), *(cells if arm.calls else "-----")))
     for row in rows:
         yield " ".join(f"{cell:<{-w}}" if w < 0 else f"{cell:>{w}}" for cell, w in zip(row, WIDTHS, strict=True))
 
@@ -635,7 +639,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls", type=int, required=True, help="number of calls in one process")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="left out: cuda if there is a GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="left out: the model's own")
-    parser.add_argument("--thorough", action="store_true", help="up to 100 rounds, and compile times on warm caches too")
+    parser.add_argument("--thorough", action="store_true", help="up to 100 rounds, and compile times on warm caches")
     parser.set_defaults(command=run)
 
 

@@ -1,6 +1,5 @@
 """The families of the zoo, and their models by name."""
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zoo.engine.discover import HOOKS
 from zoo.weights import WeightMap, check_dtype, check_finite
 
 
@@ -126,25 +126,36 @@ def from_upstream(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: If no family takes this class.
-        ValueError: If the module uses an option that the zoo does not support.
+        ValueError: If the module uses an option that the zoo does not support, or has hooks of accelerate or diffusers
+            (offloading, casting by layer), which would be lost.
 
     Warns:
         WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}, expected an nn.Module of an upstream library")
+        raise TypeError(f"module is a {type(module).__name__}, expected a model, such as the unet of a pipeline")
+    if hasattr(module, "_orig_mod"):
+        raise TypeError("module is a wrapper of torch.compile: pass the model that it wraps, its _orig_mod")
+    if hooked := [name for name, each in module.named_modules() if any(hasattr(each, hook) for hook in HOOKS)]:
+        raise ValueError(
+            f"{hooked[0] or type(module).__name__} has a hook of accelerate or diffusers (offloading, casting by "
+            "layer), which would be lost: convert before it is set, or remove it, pipe.remove_all_hooks()"
+        )
+    name, reasons = type(module).__name__, []
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():
         if packages.intersection(family.upstream_packages):
-            with contextlib.suppress(NotImplementedError):
+            try:
                 model: nn.Module = family.weights.from_upstream(module)
-                check_finite(model, type(module).__name__)
-                return model
-    taken = {family.name: "/".join(family.upstream_packages) for family in _FAMILIES.values()}
-    raise TypeError(
-        f"no family converts {type(module).__module__}.{type(module).__name__}; libraries: {taken}; "
-        "zoo.compile_regions(module) compiles it as it is"
-    )
+            except NotImplementedError as error:
+                reasons.append(str(error))
+                continue
+            check_finite(model, name)
+            return model
+    if not reasons:
+        libraries = sorted({package for family in _FAMILIES.values() for package in family.upstream_packages})
+        reasons = [f"{type(module).__module__}.{name} is no model of {', '.join(libraries)}"]
+    raise TypeError(f"{'; '.join(reasons)}. zoo.compile_regions(model) compiles the blocks of any model as it is")
 
 
 def to_upstream(model: nn.Module) -> nn.Module:

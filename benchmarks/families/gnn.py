@@ -145,7 +145,7 @@ class GnnWorkload(Workload):
                 "classes": graph.classes,
                 "layers": arch.layers,
                 "width": arch.hidden,
-                "heads": arch.heads,
+                **({"heads": arch.heads} if arch.heads > 1 else {}),
                 "parameters": gnn_arms.parameters(arch),
             },
         )

@@ -171,6 +171,8 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
 
 def lead(race: MeasuredRace) -> str:
     """What to use, in plain words; losses are said as plainly as wins."""
+    if race.noise is not None and UNUSABLE < race.noise < math.inf:
+        return unusable(race.noise)
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
     if not timed:
         return "No arm has a steady time and a correct output, so no advice is possible."
@@ -247,7 +249,7 @@ def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
 def _compared(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> str:
     ratio, verdict = race.speedup(arm, over), race.verdict(arm, over)
     if ratio is None or verdict == "undetermined":
-        return "with no measurable difference to"
+        return "not measurably faster or slower than"
     if verdict == "faster":
         return f"{cells.times(ratio.value)} faster than"
     return f"{cells.times(ratio.inverse.value)} slower than"

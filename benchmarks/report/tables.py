@@ -258,7 +258,7 @@ def _why_not(race: MeasuredRace, **options: str) -> str:
 
 def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> Table:
     """A row per race, the worst row marked; it comes last if it is no race's own."""
-    worst = worst_row(races)
+    worst = worst_row(races) if len(races) > 1 else None
     rows = [
         [titles[race] + (WORST if worst is not None and (race, arm) == worst[:2] else ""), *headline_row(race, arm)]
         for race, arm in with_worst(races, worst)

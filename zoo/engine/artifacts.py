@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import importlib.metadata
 import json
+import math
 import os
 import pickle
 import platform
@@ -163,8 +164,11 @@ def load_compiled(
         place_calls(model, choices, lazily=True)
     if not problems:
         problems += _attach(model, path, index)
+        if not index["entries"]:
+            problems.append(f"it holds no graph ({next(iter(index['skipped'].values()), 'nor a reason')})")
     if problems:
-        message = f"{path}: {'; '.join(problems)}"
+        message = "; ".join(problems)
+        message = message if str(path) in message else f"{path}: {message}"
         if strict:
             raise ArtifactError(message)
         warnings.warn(f"{message}. What was not loaded is compiled as usual", RegionWarning, stacklevel=2)
@@ -179,6 +183,8 @@ def read_index(path: str | Path) -> dict[str, Any]:
     """
     try:
         index = json.loads((Path(path) / _INDEX).read_text())
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} is no folder that zoo.save_compiled wrote: it has no {_INDEX}") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path} has no index that can be read: {error}") from error
     if not isinstance(index, dict) or not {"fingerprint", "entries", "files", "choices", "sources"} <= set(index):
@@ -305,9 +311,17 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "zoo's sources": _hash_of_zoo(),
         "model": _in_words(own_class(model)),
         "config": None if config is None else str(config),
+        "weights": _kinds_of_weights(model),
         "dtypes": sorted({str(each.dtype) for each in tensors}),
         "environment": {name: os.environ.get(name) for name in ("ZOO_OWN_KERNELS", "TRITON_INTERPRET")},
     }
+
+
+def _kinds_of_weights(model: nn.Module) -> str:
+    """How many weights there are, and a hash of their names and shapes."""
+    shapes = {name: list(each.shape) for name, each in (*model.named_parameters(), *model.named_buffers())}
+    digest = hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()
+    return f"{sum(map(math.prod, shapes.values())):,} in {len(shapes)} tensors ({digest[:12]})"
 
 
 @functools.cache

@@ -37,9 +37,9 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
 
     The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
     without one has a graph for each structure of its parameters, mode and kind of input, and one more where sizes turn
-    symbolic. Of attributes only choices of code excuse more: those with two values in all of its blocks, and in
-    training rates of zero. There such a region may stay uncalled if others of its list ran, as layers are dropped at
-    random; one that is bypassed among them is not told apart.
+    symbolic. Of attributes only choices of code excuse more: those with two values in all of its blocks, and rates of
+    zero. In training such a region may stay uncalled if others of its list ran, as layers are dropped at random; one
+    that is bypassed among them is not told apart.
 
     A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
     that takes what ``forward`` takes: each size has the budget.
@@ -138,15 +138,17 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
     for entry in GRAPH_LOG.of(plan.log_id):
         if not entry.graphs or entry.varied or place_of_break(entry.compile_id):
             continue  # the rest after a break is told with its place
-        key = entry.key
+        key, remedy, cls = entry.key, "", entry.region
         if not plan.report.declared:
-            choice, trains = choices[entry.region], entry.mode.startswith("train")
-            chosen = tuple(e for e in entry.attributes if e[0] in choice or (trains and e[1].is_zero))
-            key = entry.region, entry.structure, chosen, entry.mode, entry.inputs
+            if plan.region_of(entry.name).region.graphs is not None:
+                continue  # counted against that
+            chosen = tuple(e for e in entry.attributes if e[0] in choices[cls] or e[1].is_zero)
+            key = cls, entry.structure, chosen, entry.mode, entry.inputs
+            remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
         if key in seen and entry in new:
             yield (
-                f"{entry.region.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
-                f"compiled before: {_reason(entry)}"
+                f"{cls.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
+                f"compiled before: {_reason(entry)}{remedy}"
             )
         seen.add(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 import warnings
@@ -36,6 +37,9 @@ from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.signature import without_ddp
 
+_MODES = (None, "default", "max-autotune-no-cudagraphs")
+# Shapes of a region's inputs that are one too many.
+MANY_SHAPES = 16
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
@@ -61,6 +65,7 @@ class Plan:
     choices: Choices
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # warnings that were given
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name. Not held: a model that is itself a region would never be freed.
@@ -259,7 +264,8 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
 
     Args:
         model: A model that ``compile_regions`` was called on.
-        args: Positional arguments of one call, or functions without arguments, each of which calls the model.
+        args: Positional arguments of one call, a dict of keyword arguments, or functions without arguments, each of
+            which calls the model.
         inputs: Keyword arguments of one call, of the shapes that will be used.
 
     Returns:
@@ -273,6 +279,9 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
     plan = plan_of(without_ddp(model))
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    by_name = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
+    if by_name and set(by_name).issubset(inspect.signature(model.forward).parameters):
+        args, inputs = (), {**by_name, **inputs}  # as find_regions takes them
     functions = bool(args) and not inputs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
     calls = args if functions else [functools.partial(model, *args, **inputs)]
     entries: list[Entry] = []
@@ -325,6 +334,8 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
             f"mode={mode!r} records a CUDA graph for every region, and the next region overwrites its outputs; use "
             f"mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
         )
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}, expected {_MODES[1]!r} or {_MODES[2]!r}")
     if backend == "cudagraphs":
         raise ValueError(
             "backend='cudagraphs' records a CUDA graph for every region, and the next region overwrites its outputs; "
@@ -371,16 +382,25 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 
 
 def _warn_of_excess(entry: Entry) -> None:
-    """Warn once of an obstacle that has cost a region a second graph for one structure and kind of input."""
+    """Warn once of an obstacle that has cost a second graph for one kind of input, and of many kinds of input."""
     plan = next((plan for plan in _PLANS.values() if plan.log_id == entry.model), None)
     # A graph that took no time was loaded, which no call of Dynamo's would end with a warning.
-    if plan is None or entry.backward or not entry.seconds or entry.region.__name__ not in plan.pending:
+    if plan is None or entry.backward or not entry.seconds:
         return
     alike = [
         e
         for e in GRAPH_LOG.of(entry.model)
-        if (e.region, e.structure, e.mode, e.inputs) == (entry.region, entry.structure, entry.mode, entry.inputs)
+        if (e.region, e.structure, e.mode) == (entry.region, entry.structure, entry.mode) and not e.backward
     ]
+    if "shapes" not in plan.told and len({e.inputs for e in alike}) >= MANY_SHAPES:
+        plan.told.add("shapes")
+        NOTICES.append(
+            f"{plan.report.model}: {entry.name} has compiled {MANY_SHAPES} graphs, one for each shape of its inputs; "
+            "pad them to fewer shapes, or zoo.compile_regions(model, dynamic=True)"
+        )
+    if entry.region.__name__ not in plan.pending:
+        return
+    alike = [e for e in alike if e.inputs == entry.inputs]
     if (graphs := sum(e.graphs for e in alike)) > 1:
         obstacle = plan.pending.pop(entry.region.__name__)
         NOTICES.append(

@@ -21,7 +21,7 @@ from zoo.engine.signature import Attribute, choices_of, own_class, read_attribut
 # How a region is given.
 Given = Region | type[nn.Module] | str
 # Where accelerate and diffusers keep a hook that replaces a module's forward.
-_HOOKS = ("_hf_hook", "_diffusers_hook")
+HOOKS = ("_hf_hook", "_diffusers_hook")
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,9 @@ def report_on(
         # A layer may be dropped at random in training.
         dropped = not declared and model.training and len(skipped) < len(modules)
         obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
-        zeros = list(_zero_rates(region, modules, lifted[region])) if model.training else []
+        # In eval most code does not look at a rate, as a call shows.
+        looked = model.training or inputs is not None
+        zeros = list(_zero_rates(region, modules, observed, lifted[region])) if looked else []
         obstacles += zeros
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
@@ -375,7 +377,7 @@ def _obstacles(
     inner = (
         (f"{name}.{path}".rstrip("."), part) for name, each in modules.items() for path, part in each.named_modules()
     )
-    hooked = [name for name, part in inner if any(hasattr(part, hook) for hook in _HOOKS)]
+    hooked = [name for name, part in inner if any(hasattr(part, hook) for hook in HOOKS)]
     if hooked:
         yield Obstacle(
             cls.__name__,
@@ -416,18 +418,21 @@ def _by_structure(modules: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]
     return list(groups.values())
 
 
-def _zero_rates(region: Region, modules: Mapping[str, nn.Module], symbols: Lifted) -> Iterator[Obstacle]:
-    """Rates that are zero in some modules of a structure only: drop paths, which code in training leaves out then."""
+def _zero_rates(
+    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Lifted
+) -> Iterator[Obstacle]:
+    """Rates that are zero in some modules of a structure only: drop paths, which code mostly leaves out then."""
     groups = _by_structure(modules)
-    for name in symbols.floats:
+    read = {key for name, module in modules.items() for key in _read(name, module, observed, configuration=False)}
+    for name in read.intersection(symbols.floats):
         rates = [{path: number_at(module, name) for path, module in group.items()} for group in groups]
         mixed = [each for each in rates if 0.0 in each.values() and len(set(each.values())) > 1]
         zero = [path for each in mixed for path, rate in each.items() if rate == 0.0]
         if mixed:
             yield Obstacle(
                 region.cls.__name__,
-                f"{name} is 0.0 in {_abbreviate(zero)} and not in others of their structure, and code in training "
-                f"mostly branches on that: {len(mixed)} graph(s) more; a small rate there shares the others' graph",
+                f"{name} is 0.0 in {_abbreviate(zero)} and not in others of their structure, and code mostly "
+                f"branches on that: {len(mixed)} graph(s) more; a small rate there shares the others' graph",
                 certain=False,
                 expected=True,
             )

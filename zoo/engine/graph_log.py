@@ -8,6 +8,7 @@ with no wrapper in the way at run time.
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -233,7 +234,8 @@ def place_of_break(compile_id: str) -> str:
 
 def recompile_reason(compile_id: str) -> str | None:
     """Dynamo's own words on why this compilation was needed, if it still remembers."""
-    return next((str(each.recompile_reason) for each in _metrics(compile_id) if each.recompile_reason), None)
+    found = next((str(each.recompile_reason) for each in _metrics(compile_id) if each.recompile_reason), None)
+    return found and re.sub(r" \(_dynamo/\S+ in \w+\)", "", found)  # the compiler's own line
 
 
 def _metrics(compile_id: str) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import io
 import marshal
+import math
 import pickle
 import sys
 import types
@@ -30,10 +31,10 @@ from zoo.engine.call import is_library_code
 from zoo.engine.signature import as_written, own_class
 from zoo.engine.traced import MODES, Guard, TensorKind, Traced, torch_state
 
-# Kinds of guards. Checked by the state of torch, or with no symbol in the graph by nothing.
+# Kinds of guards. Checked by the state of torch.
 _OF_STATE = {
     *("GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE"),
-    *("AUTOGRAD_SAVED_TENSORS_HOOKS", "SHAPE_ENV"),
+    "AUTOGRAD_SAVED_TENSORS_HOOKS",
 }
 _IDENTITY = {
     *("ID_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH", "CLASS_MATCH", "NAME_MATCH"),
@@ -84,8 +85,8 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
     """
     if traced.symbolic:
         raise UnsavableError(
-            "its sizes or numbers are symbols, and their guards cannot be saved: save with dynamic=False, "
-            "and a model that generates with a static cache"
+            "its sizes are symbols, and a saved graph is looked up by its sizes: save with dynamic=False, and a model "
+            "that generates with a static cache"
         )
     assert traced.code is not None
     loads = {each.argval for each in dis.get_instructions(traced.code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
@@ -235,7 +236,7 @@ class LoadedCheck:
     cache_entry = True
 
     def __init__(self, saved: Check, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
-        names: dict[str, Any] = {"torch": torch}
+        names: dict[str, Any] = {"torch": torch, "math": math}
         exec(compile(saved.source, "<guards>", "exec"), names)
         self._saved, self._space, self._noted, self._look = saved, space, noted, names["check"]
         self._modes = [(ask, saved.state[name]) for name, ask in MODES.items()]
@@ -277,7 +278,10 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
         kind, value = guard.kind, guard.value
         if kind in _OF_STATE or any(part in guard.name for part in _CODE) or _is_library(guard, space):
             continue
-        if kind == "TENSOR_MATCH":
+        if kind == "SHAPE_ENV":  # what the code asked of numbers that are symbols
+            for code in guard.code:
+                writer.ask_of_numbers(code)
+        elif kind == "TENSOR_MATCH":
             if not isinstance(value, TensorKind) or value.cls not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 raise UnsavableError(f"{guard.name} is a tensor of another class")
             tensors[writer.text(guard.name)] = value
@@ -352,6 +356,13 @@ class _Writer(ast.NodeTransformer):
     def ask(self, condition: str) -> None:
         """A condition without which the check fails."""
         self.lines[f"if not ({condition}): return None"] = None
+
+    def ask_of_numbers(self, condition: str) -> None:
+        """The same of arithmetic, as Dynamo writes it."""
+        names = {node.id for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)}
+        if not names <= {"L", "math", "torch"}:
+            raise UnsavableError(f"its guards look at {condition}")
+        self.ask(condition)
 
     def constant(self, value: Any) -> str:
         """An expression of a value."""

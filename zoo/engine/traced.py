@@ -85,11 +85,11 @@ class Traced:
 
         context = TracingContext.try_get()
         inputs = [each.meta.get("example_value") for each in graph.graph.find_nodes(op="placeholder")]
-        numbers = [n for x in inputs for n in ((*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,))]
+        sizes = [size for x in inputs if isinstance(x, Tensor) for size in (*x.shape, *x.stride())]
         self.graph = graph if product is None else None
         self.product = product
         self.by_inductor = by_inductor
-        self.symbolic = any(isinstance(each, torch.SymInt | torch.SymFloat) for each in numbers)
+        self.symbolic = any(isinstance(each, torch.SymInt) for each in sizes)
         self.files = {each.co_filename for each in (context and context.traced_code) or ()}
         self.guards: list[Guard] = []
         # Of the call that was compiled: the code that Dynamo made, and ``torch_state()``.

@@ -105,8 +105,8 @@ def _norm(module: Any) -> dict[str, Any]:
     if norm is None:
         return {"norm": None}
     name = type(norm).__name__
-    if name not in _NORMS:
-        _refuse(module, "norm", name, f"supported are {', '.join(_NORMS)}")
+    if name not in _NORMS or type(norm) is not getattr(upstream("torch_geometric.nn"), name):
+        _refuse(module, "norm", norm, f"supported are torch-geometric's {' and '.join(_NORMS)}")
     kind, options = _NORMS[name]
     return {"norm": kind, "norm_kwargs": _options(type(norm), getattr(norm, "module", norm), options)}
 

@@ -229,6 +229,10 @@ class CSRGraph:
     def _edges(self) -> _Structure:
         return self._structure.looped() if self.recipe.self_loops else self._structure
 
+    def __repr__(self) -> str:
+        nodes = f"{self.num_sources}" if self.is_square else f"{self.num_sources} to {self.num_destinations}"
+        return f"CSRGraph({nodes} nodes, {self.num_edges} edges, {self.recipe}, on {self.device})"
+
     @property
     def num_edges(self) -> int:
         """Edges after self-loops were added."""
@@ -367,6 +371,6 @@ def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) ->
         if low < 0 or high >= count:
             raise ValueError(
                 f"edge_index holds {what} {min(low, 0) or high}, but there are {count} nodes (0 to {count - 1}); give "
-                "features for every node, or drop the edge"
+                "features of every node, or num_nodes where you prepare the graph, or drop the edge"
             )
     return counts

@@ -7,6 +7,7 @@ Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ class GenerationOptions:
             raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
         if self.seed is not None:
             validate.check_seed(self.seed)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> GenerationOptions:
+        """From keyword arguments; TypeError that names the known ones if one is not known, or there is no length."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(f"generate takes no {unknown[0]}; its options are {', '.join(known)}")
+        if "max_new_tokens" not in options:
+            raise TypeError("generate needs max_new_tokens, the most tokens of an answer")
+        return cls(**options)
 
     @property
     def greedy(self) -> bool:
@@ -132,7 +143,7 @@ class Session:
 
         The next prompt continues after the yielded tokens: leaving the loop early cuts the answer there.
         """
-        config, checked, slots = self.model.config, GenerationOptions(**options), self.cache.slots
+        config, checked, slots = self.model.config, GenerationOptions.of(options), self.cache.slots
         prompts, new = prompt_rows(tokens, config.vocab_size), checked.max_new_tokens
         if len(prompts) != self.cache.batch:
             raise ValueError(f"tokens has {len(prompts)} rows, but the cache {self.cache.batch}")
