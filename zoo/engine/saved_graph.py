@@ -50,6 +50,7 @@ _SAID_ONCE = {
     *("HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
 }
 _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
+_FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
 
@@ -236,7 +237,7 @@ class LoadedCheck:
     cache_entry = True
 
     def __init__(self, saved: Check, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
-        names: dict[str, Any] = {"torch": torch, "math": math}
+        names: dict[str, Any] = dict(_FOR_NUMBERS)
         exec(compile(saved.source, "<guards>", "exec"), names)
         self._saved, self._space, self._noted, self._look = saved, space, noted, names["check"]
         self._modes = [(ask, saved.state[name]) for name, ask in MODES.items()]
@@ -360,7 +361,7 @@ class _Writer(ast.NodeTransformer):
     def ask_of_numbers(self, condition: str) -> None:
         """The same of arithmetic, as Dynamo writes it."""
         names = {node.id for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)}
-        if not names <= {"L", "math", "torch"}:
+        if not names <= {"L", *_FOR_NUMBERS}:
             raise UnsavableError(f"its guards look at {condition}")
         self.ask(condition)
 
