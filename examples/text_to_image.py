@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def load_pipeline(source: str, dtype: torch.dtype, device: str, scheduler: str | None) -> Any:
     """The pipeline of a folder or hub id, with another of diffusers' schedulers if one is named."""
     diffusers = upstream("diffusers")
+    if scheduler is not None and not hasattr(diffusers, scheduler):
+        raise SystemExit(f"--scheduler is {scheduler}, which is no class of diffusers, as EulerDiscreteScheduler is")
     pipe = diffusers.DiffusionPipeline.from_pretrained(source).to(device, dtype)
     if scheduler is not None:
         pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)

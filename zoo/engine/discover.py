@@ -281,8 +281,13 @@ def _given(model: nn.Module, given: Sequence[Given], *, required: bool) -> dict[
         modules = {name: m for name, m in model.named_modules() if own_class(m) is region.cls}
         if not modules and required:
             relatives = sorted({type(m).__name__ for m in model.modules() if isinstance(m, region.cls)})
-            hint = f"; its subclasses {relatives} do not count, name them" if relatives else ""
-            raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}{hint}")
+            parts = list(dict.fromkeys(own_class(m).__name__ for m in model.modules()))
+            hint = (
+                f"its subclasses {relatives} do not count, name them"
+                if relatives
+                else f"it has {_abbreviate(parts, 8)}"
+            )
+            raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}; {hint}")
         # A configuration of a declared model need not have every kind of block.
         if modules:
             chosen[region] = modules
