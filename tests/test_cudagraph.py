@@ -331,9 +331,8 @@ def test_captures_leave_no_workspaces_behind() -> None:
         linear(torch.randn(8, 256, device="cuda", dtype=torch.bfloat16))
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        step = zoo.cuda_graph(linear, (torch.randn(8, 256, device="cuda", dtype=torch.bfloat16),))
-        for rows in (16, 32, 64):
-            step.add_bucket((torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16),))
+        first, *others = [(torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16),) for rows in (8, 16, 32, 64)]
+        step = zoo.cuda_graph(linear, first, buckets=[(args, {}) for args in others])
         assert torch.cuda.memory_allocated() - before < 4 * 2**20
         for rows in (8, 16, 32, 64):
             x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)

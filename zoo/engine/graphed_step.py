@@ -120,25 +120,6 @@ class GraphedStep:
             self._add(leaves, warmup)
         self._weights.remember()
 
-    def add_bucket(
-        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, warmup: int = 3
-    ) -> None:
-        """Capture a further shape, into the same memory pool.
-
-        Args:
-            args: Example positional arguments.
-            kwargs: Example keyword arguments.
-            warmup: As ``cuda_graph`` takes it.
-
-        Raises:
-            CaptureError: As ``cuda_graph`` does.
-            ValueError: If the shape was captured before, or the call has another structure.
-        """
-        leaves, _ = self._flatten(args, kwargs or {}, spec=self._spec)
-        check_leaves(leaves)
-        self._weights.check()
-        self._add(leaves, warmup)
-
     def check_repeatable(self) -> None:
         """Raise CaptureError if a replay loses what the step does: writes to inputs, outputs without copies."""
         for bucket in self._buckets.values():
@@ -151,10 +132,6 @@ class GraphedStep:
             for leaf in bucket.outputs:
                 if not (isinstance(leaf, torch.Tensor) or is_constant(leaf)):
                     raise CaptureError(f"its output holds a {type(leaf).__name__}, which the next replay overwrites")
-
-    def __contains__(self, shapes: tuple[Any, ...]) -> bool:
-        """Whether a call of these shapes, as ``shapes_of`` gives them, was captured."""
-        return shapes in self._buckets
 
     def _add(self, leaves: list[Any], warmup: int) -> None:
         if (key := shapes_of(leaves)) in self._buckets:
