@@ -229,17 +229,27 @@ class NeighborSampler:
 
         ``then`` is called with each batch by the thread that sampled it: to pin its memory, say.
         """
-        return self.subgraphs(number, self._padded if then is None else lambda drawn: then(self._padded(drawn)))
+        return self._batches(number, self._padded, then)
 
-    def subgraphs(self, number: int, then: Callable[[Subgraph], Any] = lambda drawn: drawn) -> Iterator[Any]:
+    def subgraphs(self, number: int, then: Callable[[Subgraph], Any] | None = None) -> Iterator[Any]:
         """The batches of :meth:`epoch` before they are padded, for a model that takes an ``edge_index``."""
+        return self._batches(number, lambda drawn: drawn, then)
+
+    def _batches(
+        self, number: int, finish: Callable[[Subgraph], Any], then: Callable[[Any], Any] | None
+    ) -> Iterator[Any]:
         parts = self.seeds_of(number)
 
+        def draw(index: int) -> Any:
+            return finish(self._drawn(parts[index], number, index))
+
         def make(index: int) -> Any:
-            return then(self._drawn(parts[index], number, index))
+            return draw(index) if then is None else then(draw(index))
 
         if self.device.type == "cuda":
-            yield from self._on_stream(make, len(parts))
+            drawn = self._on_stream(draw, len(parts))
+            # On the user's stream, which may read what the user has written since.
+            yield from drawn if then is None else map(then, drawn)
         elif self.workers:
             yield from _in_threads(make, len(parts), self.workers)
         else:

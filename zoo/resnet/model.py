@@ -317,12 +317,14 @@ class ResNetHead(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-_BLOCK: dict[str, Any] = {"graphs": 8, "why": "each stage's first block, and one for its repeats"}
+# Of its few kernels a process has compiled the last before a worker would have started.
+_HERE = {"compile_threads": 1}
+_BLOCK: dict[str, Any] = {"graphs": 8, "why": "each stage's first block, and one for its repeats", "options": _HERE}
 REGIONS = (
     Region(Stem, graphs=1, why="the largest activation of all, normalised and pooled"),
     Region(BasicBlock, **_BLOCK),
     Region(Bottleneck, **_BLOCK),
-    Region(ResNetHead, graphs=1, why="mean over pixels and the output product"),
+    Region(ResNetHead, graphs=1, why="mean over pixels and the output product", options=_HERE),
 )
 
 

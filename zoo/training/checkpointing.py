@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,17 +89,25 @@ class _Checkpointed:
             own = set(model.buffers())
             passed = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in own]
             buffers = {*block.buffers(), *passed}
-            options["context_fn"] = lambda: (nullcontext(), _unmoved(buffers))  # of the first run and of the second
+            options["context_fn"] = lambda: (nullcontext(), _Unmoved(buffers))  # of the first run and of the second
         return checkpoint(self._call, *args, **options, **kwargs)
 
 
-@contextmanager
-def _unmoved(buffers: Collection[Tensor]) -> Iterator[None]:
-    """Put buffers back afterwards: the second run must not move running statistics again."""
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:  # the second run ends in an exception, as soon as all is there that the backward needs
-        for buffer, value in zip(buffers, before, strict=True):
+class _Unmoved(AbstractContextManager[None]):
+    """Put buffers back afterwards: the second run must not move running statistics again.
+
+    Each backward of one forward enters it once.
+    """
+
+    def __init__(self, buffers: Collection[Tensor]) -> None:
+        self._buffers = buffers
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    def __exit__(self, *error: object) -> None:
+        for buffer, value in zip(self._buffers, self._before, strict=True):
             # Through .data, for autograd refuses tensors that were written after a forward saved them.
             buffer.data.copy_(value)
+        self._before = []

@@ -232,8 +232,11 @@ def _rotate(
     normed_left, normed_right = left, right
     if q_norm is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
-        first = tl.where(of_query, tl.load(q_norm + half), tl.load(k_norm + half))
-        second = tl.where(of_query, tl.load(q_norm + D // 2 + half), tl.load(k_norm + D // 2 + half))
+        # Loads of rows [1, D / 2] would give the tile their layout, and the sums go through shared memory.
+        one = tl.arange(0, D // 2)
+        first = tl.where(of_query, tl.load(q_norm + one)[None, :], tl.load(k_norm + one)[None, :])
+        one += D // 2
+        second = tl.where(of_query, tl.load(q_norm + one)[None, :], tl.load(k_norm + one)[None, :])
         normed_left *= scale * first.to(tl.float32)
         normed_right *= scale * second.to(tl.float32)
     turned_left = tl.where(of_value, left, normed_left * cos - normed_right * sin).to(qkv.dtype.element_ty)
