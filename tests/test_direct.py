@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch.utils import _triton
 
+import zoo
 from tests.fake_gpu import Gpu
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once
@@ -177,6 +178,21 @@ def test_a_convolution_goes_to_the_call_behind_conv2d(options: dict[str, Any], i
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(step(x), conv(x)) and step(x).dtype == torch.bfloat16
     assert torch.equal(step(x[0]), conv(x[0]))
+
+
+class Powers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), (-1) ** n
+
+
+def test_a_negative_base_is_negative_before_its_power() -> None:
+    model, x, n = zoo.compile_regions(Powers(), regions=[Powers]), torch.randn(2, 4), torch.arange(6)
+    with torch.no_grad():
+        assert model(x, n)[1].tolist() == [1, -1, 1, -1, 1, -1]
 
 
 def test_a_chain_of_views_is_one() -> None:

@@ -32,6 +32,7 @@ from zoo.engine.discover import (
     resolve,
 )
 from zoo.engine.graph_log import GRAPH_LOG, Entry
+from zoo.engine.lifted import Checked
 from zoo.engine.observe import Inputs, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
@@ -186,6 +187,8 @@ def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
         dynamic = bool(dynamic) if declared else dynamic
+        if symbols[region].floats and backend not in ("inductor", "eager"):
+            backend = Checked(backend)
         how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         calls += [
             RegionCall(

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.engine.autograd import differentiable_once
+from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
 # Products, convolutions and attention, which a library computes whoever calls it.
@@ -64,6 +65,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
             run = run_directly(model_)
             Traced(model_, product=run)
             return run
+        take_other_floats_for_constants(model_)
         Traced(model_, by_inductor=super().__call__)
         return super().__call__(model_, inputs_, **options)  # type: ignore[no-untyped-call]
 
@@ -322,6 +324,8 @@ def _straight_line(
 ) -> Callable[..., Any]:
     from torch._functorch.autograd_function import autograd_function_apply
 
+    for node in graph.graph.find_nodes(op="call_function", target=operator.pow):
+        node.target = pow  # FX writes the other as -1 ** n, which is -(1 ** n)
     _call_libraries(graph.graph, records)
     _view_once(graph.graph, records)
     for node in list(graph.graph.nodes):

@@ -209,7 +209,9 @@ def report_on(
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
         differences = tuple(_differences(modules, observed, symbols))
-        at_least = bool(zeros) or _contents_differ(modules, observed)
+        at_least = (
+            bool(zeros) or _contents_differ(modules, observed) or _reads_floats(modules, observed, lifted[region])
+        )
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why)
@@ -421,6 +423,11 @@ def _by_structure(modules: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]
     for name, module in modules.items():
         groups[structure(module)][name] = module
     return list(groups.values())
+
+
+def _reads_floats(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Lifted) -> bool:
+    """Whether a call read a float that differs between blocks: not all operations take a symbol."""
+    return any(not observed[name].reads.isdisjoint(symbols.floats) for name in modules if name in observed)
 
 
 def _zero_rates(

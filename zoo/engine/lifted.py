@@ -8,6 +8,7 @@ whatever the code asks of a symbol, so a block that branches on its index still 
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 import types
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine.signature import structure
@@ -152,6 +153,59 @@ def _draws_by_symbols(call_method: Callable[..., Any]) -> Callable[..., Any]:
         return call_method(self, tx, "copy_", [call_method(uniform, tx, "lt", [rate], {})], {})
 
     return call
+
+
+# By which AOTAutograd computes with a float that is an input as it would with a tensor of it.
+_OF_TENSORS = {
+    *(operator.mul, operator.add, operator.sub, operator.truediv, torch.mul, torch.add, torch.sub, torch.div),
+    *(operator.imul, operator.iadd, operator.isub, operator.itruediv),
+    *(operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne),
+    *("mul", "add", "sub", "div", "mul_", "add_", "sub_", "div_", "gt", "lt", "ge", "le", "eq", "ne"),
+}
+
+
+def take_other_floats_for_constants(graph: fx.GraphModule) -> None:
+    """Trace again, with guards on their values, where floats reach an operation that needs a number.
+
+    AOTAutograd does so unless the float reaches one of ``_OF_TENSORS`` as well: then it writes the value of the first
+    block into the graph, without a guard.
+    """
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+    from torch._dynamo.symbolic_convert import TensorifyState
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    constants: set[str] = set()
+    for node in graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if not isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):
+            continue
+        expression: Any = value.node._expr
+        floats = {str(each) for each in expression.free_symbols if symbol_is_type(each, SymT.FLOAT)}
+        for user in node.users:
+            computed = user.meta.get("example_value")
+            of_tensors = isinstance(value, torch.SymFloat) and user.target in _OF_TENSORS and not user.kwargs
+            if not of_tensors and not isinstance(computed, torch.SymFloat | torch.SymInt | torch.SymBool):
+                constants |= floats
+    new = [name for name in constants if not TensorifyState.should_specialize(name)]
+    if new:
+        for name in new:
+            TensorifyState.specialize(name)
+        raise TensorifyScalarRestartAnalysis
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Another backend of ``torch.compile``, by way of AOTAutograd perhaps, behind ``take_other_floats_for_constants``.
+
+    Dynamo reuses code of an equal backend alone.
+    """
+
+    backend: Any
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        """Compile a graph."""
+        take_other_floats_for_constants(graph)
+        return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
 
 
 def without_base(value: Any) -> Any:

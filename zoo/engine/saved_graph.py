@@ -250,8 +250,8 @@ class LoadedCheck:
                 return False
         try:
             tensors = self._look(arguments, self._space, sys.modules, self._saved.constants)
-        except (AttributeError, LookupError, TypeError):
-            return False
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            return False  # numbers too: 1 / layer_idx of the first block
         # Two names of one tensor make another graph.
         if tensors is None or len(set(map(id, tensors))) != len(tensors):
             return False
