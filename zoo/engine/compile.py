@@ -187,7 +187,7 @@ def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
         dynamic = bool(dynamic) if declared else dynamic
-        if symbols[region].floats and backend not in ("inductor", "eager"):
+        if not declared and backend not in ("inductor", "eager"):
             backend = Checked(backend)
         how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         calls += [
