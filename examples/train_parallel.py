@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if dist.get_rank() == 0:
                 print(f"step {number}: loss {mean.item():.4f}", flush=True)
     dist.destroy_process_group()
+    if device == "cpu":
+        time.sleep(0.5)  # Gloo's threads still free tensors, which aborts the process once Python has ended
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ REGIONS = (
 )
 
 
-class _Model(nn.Module):
+class GNN(nn.Module):
     """Base of the three models: layers in a row, over a graph that is prepared from raw edges if need be."""
 
     config: GNNConfig
@@ -318,19 +318,19 @@ class _Model(nn.Module):
         return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
 
 
-class GCN(_Model):
+class GCN(GNN):
     """Graph convolutional network (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCN``, of a ``GCNConfig``."""
 
     config: GCNConfig
 
 
-class GAT(_Model):
+class GAT(GNN):
     """Graph attention network (https://arxiv.org/abs/1710.10903), torch-geometric's ``GAT`` v1, of a ``GATConfig``."""
 
     config: GATConfig
 
 
-class GraphSAGE(_Model):
+class GraphSAGE(GNN):
     """GraphSAGE (https://arxiv.org/abs/1706.02216), torch-geometric's ``GraphSAGE``, of a ``SAGEConfig``."""
 
     config: SAGEConfig
@@ -364,7 +364,7 @@ def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
     return _MODELS[type(config)](config)
 
 
-def example_inputs(model: _Model, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
+def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
     """Normal features ``x`` [N, C_in] and drawn edges ``edge_index`` [2, E], the same on every device for a seed.
 
     There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
