@@ -9,7 +9,6 @@ usage; 4 where nothing of this is seen, but the noise of a race is too large to 
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from benchmarks.report import cells
 from benchmarks.report.model import races
 from benchmarks.report.show import print_table
 from benchmarks.stats import Ratio, Verdict
-from zoo.advise import UNUSABLE, unusable
+from zoo.advise import unusable
 
 HEAD = ("arm", "old ms", "new ms", "speed-up", "verdict")
 NOISY = 4
@@ -175,7 +174,7 @@ def render(changes: Sequence[Change], console: Console) -> None:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
         noise = group[0].noise
         known = f"A/A noise {cells.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
-        if noise is not None and _loud(noise):
+        if cells.is_unusable(noise):
             console.print(Text(unusable(noise), style="red"))
         console.print(Text(f"{known}; a speed-up above 1× is faster than before.", style="dim"))
     for title, rows in (
@@ -185,11 +184,6 @@ def render(changes: Sequence[Change], console: Console) -> None:
         if rows:
             console.print(Text(f"\n{title}:", style="bold"))
             console.print(*(Text(f"  {row.case.key} ({row.status})") for row in rows if row), sep="\n")
-
-
-def _loud(noise: float) -> bool:
-    """Whether the noise is so large that no verdict is a verdict; of too few rounds nothing is known."""
-    return UNUSABLE < noise < math.inf
 
 
 def _p50(result: Result | None) -> float | None:
@@ -242,7 +236,7 @@ def command(
         console.print(Text(f"Regression: {line}", style="red"))
     if bad:
         return 1
-    return NOISY if any(change.noise is not None and _loud(change.noise) for change in both) else 0
+    return NOISY if any(cells.is_unusable(change.noise) for change in both) else 0
 
 
 if __name__ == "__main__":

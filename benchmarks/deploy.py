@@ -92,7 +92,7 @@ def main(
             for start in starts[1:]:
                 if start.source == FILLED:
                     runs.start(replace(start, processes=[]))  # fills them
-                elif start.source == CACHES:
+                elif start.source == CACHES and not any(s.case == start.case and s.source == EMPTY for s in starts):
                     runs.start(replace(start, source=EMPTY, processes=[]))  # writes them
             for _ in range(processes):
                 for start in starts[1:]:

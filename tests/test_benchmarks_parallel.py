@@ -135,15 +135,21 @@ def test_the_table_hides_neither_what_was_compiled_nor_other_outputs() -> None:
     assert "No rows measured yet; run `python -m benchmarks.deploy --family bert --model bert-large`" in text
 
 
-@pytest.mark.slow
-def test_new_processes_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, *arms: str) -> tuple[int, Rows]:
+    """What ``benchmarks.deploy`` exits with and writes of a model's arms, compiled by Inductor."""
     for name, value in {**LIGHT, "BENCHMARKS_BACKEND": "inductor"}.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "starts.jsonl"
-    words = f"--family {FAKE} --model upstream-crash --input small --device cpu --processes 1 --out {out}".split()
-    words += ["--arm", "zoo regional*, artifacts", "--arm", "upstream eager*"]
-    assert run_command(deploy.main, "deploy", words) == 1
-    saving, loaded, captured, upstream = load(out).starts
+    words = f"--family {FAKE} --model {model} --input small --device cpu --processes 1 --out {out}".split()
+    code = run_command(deploy.main, "deploy", words + [word for arm in arms for word in ("--arm", arm)])
+    return code, load(out)
+
+
+@pytest.mark.slow
+def test_new_processes_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found = started(tmp_path, monkeypatch, "upstream-crash", "zoo regional*, artifacts", "upstream eager*")
+    assert code == 1
+    saving, loaded, captured, upstream = found.starts
     assert saving.arm == "zoo regional, empty caches" and len(saving.processes) == 1
     assert saving.saved is not None and saving.saved.kinds == ["inductor"] and saving.saved.bytes > 0
     assert saving.processes[0].compiled["graphs"] == 1 and saving.processes[0].compiled["files"] > 0
@@ -153,19 +159,16 @@ def test_new_processes_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert {"torch", "library", "model", "load", "first call"} < each.seconds.keys() and each.call_ms > 0
         assert each.total < saving.total
     assert upstream.reason and not upstream.processes
-    assert "bit-equal" in make_table(Spec.parse("startup family=fake"), load(out))
+    assert "bit-equal" in make_table(Spec.parse("startup family=fake"), found)
 
 
 @pytest.mark.slow
 def test_torchs_cache_artifacts_spare_compiling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**LIGHT, "BENCHMARKS_BACKEND": "inductor"}.items():
-        monkeypatch.setenv(name, value)
-    out = tmp_path / "starts.jsonl"
-    words = f"--family {FAKE} --model good --input small --device cpu --processes 1 --out {out}".split()
-    assert run_command(deploy.main, "deploy", [*words, "--arm", "upstream full, [et]*"]) == 0
-    _, cold, cached = load(out).starts
+    code, found = started(tmp_path, monkeypatch, "good", "upstream full, [et]*")
+    assert code == 0
+    _, cold, cached = found.starts
     assert cold.saved is not None and cold.saved.bytes > 0 and cold.processes[0].compiled["misses"] > 0
     (process,) = cached.processes
     assert process.compiled["graphs"] == 1 and not process.compiled["misses"] and "load" in process.seconds
     assert process.output == cold.processes[0].output
-    assert "Torch's cache artifacts have" in make_table(Spec.parse("startup family=fake"), load(out))
+    assert "Torch's cache artifacts have" in make_table(Spec.parse("startup family=fake"), found)

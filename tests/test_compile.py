@@ -45,6 +45,7 @@ AROUND = r"zoo\.cuda_graph around the whole step"
         (lambda: zoo.compile_regions(Stack(), mode="max-autotune"), AROUND),
         (lambda: zoo.compile_regions(Stack(), options={"triton.cudagraphs": True}), r"triton\.cudagraphs"),
         (lambda: compiled(Stack(), backend="cudagraphs"), "backend='cudagraphs' records a CUDA graph for every region"),
+        (lambda: compiled(Stack(), regions=[Block], backend="cudagraphs"), "backend='cudagraphs' records a CUDA graph"),
         (lambda: compiled(compiled(Stack())), r"already compiled: blocks\.0, .*zoo\.uncompile"),
         (lambda: compiled(torch.compile(Stack(), backend="eager")), r"already compiled: the model itself.*_orig_mod"),
         (lambda: compiled(Sequence(Block(2), Block(4))), "no module class but layers of torch.nn occurs twice with"),

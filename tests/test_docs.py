@@ -24,6 +24,7 @@ from benchmarks.families.patterns import PATTERNS
 from benchmarks.record import RESULTS, Rows, load
 from benchmarks.report import docs
 from benchmarks.report.docs import PICTURE, drift, markdown_files, update
+from benchmarks.report.model import races
 from tests.runs import LIGHT
 from zoo import registry
 
@@ -335,6 +336,19 @@ def test_a_raced_pattern_shows_its_rows(name: str) -> None:
     assert f"table: race family=patterns model={name} " in tables
     page = (ROOT / f"docs/patterns/{name}.md").read_text(encoding="utf-8")
     assert f"value: p50 family=patterns model={name} " in page and "](../results/patterns.md#" in page
+
+
+def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
+    rows = committed()
+    slower = []
+    for race in races((r for r in rows.results if r.case.family == "patterns"), rows.environments):
+        before, after = (race.find(impl=impl, strategy="regional") for impl in ("upstream", "zoo"))
+        if before and after and race.verdict(after, before) == "slower":
+            slower.append(race.case.model)
+    said = 'arm="zoo regional" against="upstream regional"'
+    assert sorted(slower) == sorted(
+        page.stem for page in (ROOT / "docs/patterns").glob("*.md") if said in page.read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

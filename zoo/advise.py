@@ -468,19 +468,12 @@ def table(found: Measured) -> Iterator[str]:
         middle, low, high = interval(arm.relative)
         times, payback = found.times(arm, found.arms[0]), found.payback(arm)
         compiled = "/".join(number(arm.compile(paid)) for paid in (arm.paid, arm.warm) if paid is not None)
-        cells = (
-            f"{(high - low) / 2 / middle:.0%}",
-            "?" if found.noise > UNUSABLE else "same" if times is None else f"{times:.2f}×",
-            f"{arm.error:.0e}" + "!" * (not arm.right),
-            f"{arm.graphs}/{arm.breaks}",
-            "?"
-            if found.noise > UNUSABLE
-            else "never"
-            if math.isinf(payback)
-            else f"{payback:,}"
-            if payback < 1e6
-            else f"{payback:.1e}",
-        )
+        against = "same" if times is None else f"{times:.2f}×"
+        paid = "never" if math.isinf(payback) else f"{payback:,}" if payback < 1e6 else f"{payback:.1e}"
+        if found.noise > UNUSABLE:
+            against = paid = "?"
+        error = f"{arm.error:.0e}" + "!" * (not arm.right)
+        cells = (f"{(high - low) / 2 / middle:.0%}", against, error, f"{arm.graphs}/{arm.breaks}", paid)
         rows.append((arm.name, compiled if arm.calls else "-", number(arm.ms), *(cells if arm.calls else "-----")))
     for row in rows:
         yield " ".join(f"{cell:<{-w}}" if w < 0 else f"{cell:>{w}}" for cell, w in zip(row, WIDTHS, strict=True))

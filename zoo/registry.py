@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.engine.discover import HOOKS
+from zoo.engine.discover import has_library_hook
 from zoo.weights import WeightMap, check_dtype, check_finite
 
 
@@ -136,7 +136,7 @@ def from_upstream(module: nn.Module) -> nn.Module:
         raise TypeError(f"module is a {type(module).__name__}, expected a model, such as the unet of a pipeline")
     if hasattr(module, "_orig_mod"):
         raise TypeError("module is a wrapper of torch.compile: pass the model that it wraps, its _orig_mod")
-    if hooked := [name for name, each in module.named_modules() if any(hasattr(each, hook) for hook in HOOKS)]:
+    if hooked := [name for name, each in module.named_modules() if has_library_hook(each)]:
         raise ValueError(
             f"{hooked[0] or type(module).__name__} has a hook of accelerate or diffusers (offloading, casting by "
             "layer), which would be lost: convert before it is set, or remove it, pipe.remove_all_hooks()"

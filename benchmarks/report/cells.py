@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TypeGuard
 
 from benchmarks import stats
 from benchmarks.record import Compile, Result
 from benchmarks.report.model import WRONG, MeasuredArm, MeasuredRace
 from benchmarks.stats import Ratio
+from zoo.advise import UNUSABLE
 
 NOTHING = "–"
 MOST_REASON = 300
@@ -47,6 +49,11 @@ def interval(ratio: Ratio | None) -> str:
     if not ratio.has_interval:
         return f"{times(ratio.value)} [{ratio.rounds} rounds]"
     return f"{times(ratio.value)} [{times(ratio.low)[:-1]}, {times(ratio.high)[:-1]}]"
+
+
+def is_unusable(noise: float | None) -> TypeGuard[float]:
+    """Whether noise is so large that no verdict is one; of too few rounds, which is infinite, nothing is known."""
+    return noise is not None and UNUSABLE < noise < math.inf
 
 
 def percent(fraction: float | None) -> str:

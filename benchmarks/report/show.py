@@ -16,7 +16,7 @@ from benchmarks import stats
 from benchmarks.record import RESULTS, Result, Rows
 from benchmarks.report import cells, charts, tables
 from benchmarks.report.model import UPSTREAM, MeasuredArm, MeasuredRace, by_family, commands_of, machines, races, titles
-from zoo.advise import UNUSABLE, gain, unusable
+from zoo.advise import gain, unusable
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_OPEN = 3  # races whose details are open from the start
@@ -171,7 +171,7 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
 
 def lead(race: MeasuredRace) -> str:
     """What to use, in plain words; losses are said as plainly as wins."""
-    if race.noise is not None and UNUSABLE < race.noise < math.inf:
+    if cells.is_unusable(race.noise):
         return unusable(race.noise)
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
     if not timed:
@@ -203,7 +203,7 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
         ours, best = race.ours, race.best_shipped
         if ours is None or ours.p50 is None or best is None or (ratio := race.speedup(ours, best)) is None:
             continue
-        if race.noise is not None and UNUSABLE < race.noise < math.inf:
+        if cells.is_unusable(race.noise):
             lines[race] = f"{subject}: {unusable(race.noise)}"
             continue
         compiled = "" if best.cold_seconds is None else f"{cells.significant(best.cold_seconds)} s to compile, "

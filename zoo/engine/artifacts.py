@@ -167,8 +167,7 @@ def load_compiled(
         if not index["entries"]:
             problems.append(f"it holds no graph ({next(iter(index['skipped'].values()), 'nor a reason')})")
     if problems:
-        message = "; ".join(problems)
-        message = message if str(path) in message else f"{path}: {message}"
+        message = f"{path}: {'; '.join(problems)}"
         if strict:
             raise ArtifactError(message)
         warnings.warn(f"{message}. What was not loaded is compiled as usual", RegionWarning, stacklevel=2)
@@ -184,11 +183,11 @@ def read_index(path: str | Path) -> dict[str, Any]:
     try:
         index = json.loads((Path(path) / _INDEX).read_text())
     except FileNotFoundError as error:
-        raise ArtifactError(f"{path} is no folder that zoo.save_compiled wrote: it has no {_INDEX}") from error
+        raise ArtifactError(f"{path}: no folder that zoo.save_compiled wrote, it has no {_INDEX}") from error
     except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} has no index that can be read: {error}") from error
+        raise ArtifactError(f"{path}: no index that can be read: {error}") from error
     if not isinstance(index, dict) or not {"fingerprint", "entries", "files", "choices", "sources"} <= set(index):
-        raise ArtifactError(f"{path} has an index of another release of the zoo")
+        raise ArtifactError(f"{path}: an index of another release of the zoo")
     return index
 
 
@@ -269,7 +268,7 @@ def _read_index(path: Path, key: bytes | str | None, problems: list[str]) -> dic
     except ArtifactError as error:
         if key is not None:
             raise
-        problems.append(str(error))
+        problems.append(str(error).removeprefix(f"{path}: "))
         return {}
     if key is not None and not hmac.compare_digest(str(index.get("hmac")), _sign(index, key)):
         raise ArtifactError(f"{path} was {'signed with another key' if 'hmac' in index else 'not signed'}")

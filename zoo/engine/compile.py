@@ -187,8 +187,6 @@ def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
         dynamic = bool(dynamic) if declared else dynamic
-        if not declared and backend not in ("inductor", "eager"):
-            backend = Checked(backend)
         how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         calls += [
             RegionCall(
@@ -356,6 +354,7 @@ def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | Non
     limit = compile_limit_kwargs()
     GRAPH_LOG.listen()
     if backend != "inductor":
+        backend = backend if backend == "eager" else Checked(torch._dynamo.lookup_backend(backend))
         return {"backend": backend, "options": dict(options or {}), **limit}
     # torch.compile takes a mode or options, and a region's own wishes are options.
     if mode is not None:

@@ -20,8 +20,11 @@ from zoo.engine.signature import Attribute, choices_of, own_class, read_attribut
 
 # How a region is given.
 Given = Region | type[nn.Module] | str
-# Where accelerate and diffusers keep a hook that replaces a module's forward.
-HOOKS = ("_hf_hook", "_diffusers_hook")
+
+
+def has_library_hook(module: nn.Module) -> bool:
+    """Whether accelerate or diffusers keep a hook on a module, which replaces its forward."""
+    return hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
 
 
 @dataclass(frozen=True)
@@ -384,7 +387,7 @@ def _obstacles(
     inner = (
         (f"{name}.{path}".rstrip("."), part) for name, each in modules.items() for path, part in each.named_modules()
     )
-    hooked = [name for name, part in inner if any(hasattr(part, hook) for hook in HOOKS)]
+    hooked = [name for name, part in inner if has_library_hook(part)]
     if hooked:
         yield Obstacle(
             cls.__name__,
@@ -435,8 +438,10 @@ def _zero_rates(
 ) -> Iterator[Obstacle]:
     """Rates that are zero in some modules of a structure only: drop paths, which code mostly leaves out then."""
     groups = _by_structure(modules)
+    if not symbols.floats:
+        return
     read = {key for name, module in modules.items() for key in _read(name, module, observed, configuration=False)}
-    for name in read.intersection(symbols.floats):
+    for name in (each for each in symbols.floats if each in read):
         rates = [{path: number_at(module, name) for path, module in group.items()} for group in groups]
         mixed = [each for each in rates if 0.0 in each.values() and len(set(each.values())) > 1]
         zero = [path for each in mixed for path, rate in each.items() if rate == 0.0]

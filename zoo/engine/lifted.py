@@ -205,7 +205,7 @@ class Checked:
     def __call__(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Compile a graph."""
         take_other_floats_for_constants(graph)
-        return torch._dynamo.lookup_backend(self.backend)(graph, inputs, **options)
+        return self.backend(graph, inputs, **options)
 
 
 def without_base(value: Any) -> Any:
