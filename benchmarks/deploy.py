@@ -28,7 +28,7 @@ import typer
 
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.machine import cache_environment, python_path, row
-from benchmarks.plan import Case
+from benchmarks.plan import WORKLOADS, Case
 from benchmarks.record import ARTIFACTS, CACHES, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.model import UPSTREAM
@@ -55,6 +55,7 @@ def main(
     model: Annotated[str, typer.Option(help="One model.")],
     input: Annotated[str, typer.Option(help="One input.")],
     out: Annotated[Path, typer.Option(help="File of rows, *.jsonl, to append to.")],
+    workload: Annotated[str, typer.Option(help=f"{' or '.join(WORKLOADS)}.")] = WORKLOADS[0],
     dtype: Annotated[str | None, typer.Option(help="The family's default if omitted.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Arms that match a pattern; the first runs always.")] = None,
@@ -68,20 +69,23 @@ def main(
 
     if processes < 1:
         raise UsageError(f"--processes is {processes}, expected at least 1")
-    on, workload = device_of(device), workload_of(family)
-    pick("--model", [model], workload.models)
-    pick("--input", [input], workload.inputs)
-    pick("--dtype", [dtype] if dtype else [], workload.dtypes(on))
-    base = Case(family=workload.family, model=model, input=input, dtype=dtype or workload.dtypes(on)[0], device=on)
+    on, loaded = device_of(device), workload_of(family)
+    pick("--model", [model], loaded.models)
+    pick("--input", [input], loaded.inputs)
+    pick("--workload", [workload], loaded.workloads)
+    pick("--dtype", [dtype] if dtype else [], loaded.dtypes(on))
+    dtype = dtype or loaded.dtypes(on)[0]
+    base = Case(family=loaded.family, model=model, input=input, workload=workload, dtype=dtype, device=on)
     starts: list[Start] = []
     for impl, strategy, cuda_graph, source in ARMS:
         start = Start(case=replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph), source=source)
-        why = workload.refuses(start.case)
+        why = loaded.refuses(start.case)
         if why and not starts:
             raise UsageError(f"{start.arm}: {why}")
         if not why and (not starts or not arm or any(fnmatchcase(start.arm, each) for each in arm)):
             starts.append(start)
-    words = ["--family", family, "--model", model, "--input", input, "--dtype", base.dtype, "--device", on]
+    words = ["--family", family, "--model", model, "--input", input, "--workload", workload]
+    words += ["--dtype", dtype, "--device", on]
     words += [word for each in arm or [] for word in ("--arm", each)] + ["--processes", str(processes)]
     command = shlex.join(["python", "-m", "benchmarks.deploy", *words, "--out", out.name])
     with scratch_folder("regional-zoo-starts-") as folder:
@@ -187,7 +191,7 @@ def _table(starts: Sequence[Start], rows: Rows) -> str:
     """One model's: medians of the processes; below, what was loaded, compiled and equal, and the command."""
     case, environment = starts[0].case, rows.environment(starts[0])
     torch, commit = environment.get("torch"), str(environment.get("commit"))[:10]
-    title = f"**{case.model}, {case.input}, {case.dtype}**"
+    title = f"**{case.model}, {case.input}, {'training, ' if case.workload == 'train' else ''}{case.dtype}**"
     origin = f"{device_name(environment, case.device)}, torch {torch}, commit {commit}. Measure it again:"
     body = markdown(HEAD, [_row(start) for start in starts if start.processes])
     notes = f"Medians of {max(len(each.processes) for each in starts)} processes. {' '.join(_notes(starts))} {origin}"

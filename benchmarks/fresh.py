@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,15 @@ def prepare(asked: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks import families, machine
     from benchmarks.plan import Case
+    from benchmarks.strategies import READY_BATCHES
 
     case = Case(**asked["case"])
     torch.manual_seed(0)
     prepared = families.load(asked["workload"]).prepare(case, data_root=None, seed=0)
-    torch.save((prepared.model, prepared.inputs, prepared.static, prepared.dynamic), asked["model"])
+    if (training := prepared.training) is not None:
+        batches = [training.batch(index) for index in range(READY_BATCHES)]
+        training = replace(training, batch=batches.__getitem__)
+    torch.save((prepared.model, prepared.inputs, prepared.static, prepared.dynamic, training), asked["model"])
     return machine.device_facts(case.device)
 
 
@@ -48,7 +53,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         yield
         if name not in ("torch", "library", "harness"):
             timing.synchronise(device)
-        seconds[name] = time.perf_counter() - began
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
     with phase("torch"):
         import torch
@@ -71,29 +76,38 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     with phase("context"):
         torch.zeros(1, device=device)
     with phase("model"):
-        model, inputs, static, dynamic = torch.load(asked["model"], map_location=device, mmap=True, weights_only=False)
+        kept = torch.load(asked["model"], map_location=device, mmap=True, weights_only=False)
+    model, inputs, static, dynamic, training = kept
+    prepared = Prepared(
+        model=model, inputs=inputs, dynamic=dynamic, reference=torch.Tensor, bytes=0, bytes_formula="", data="",
+        training=training,
+    )  # fmt: skip
+    ours, loss = case.impl == "zoo", None if training is None else training.loss_module
+    compiled_parts = {artifacts: model} if loss is None else {artifacts: model, f"{artifacts}-loss": loss}
+    with phase("harness"):
+        trainer = None if training is None else strategies.Trainer(case, prepared)
     files = cache_contents()
     with strategies.execution_mode(case):
-        ours, call = case.impl == "zoo", model
+        call = model
         if load:
             with phase("load"):
                 if ours:
-                    zoo.load_compiled(model, artifacts, strict=True)
+                    for folder, part in compiled_parts.items():
+                        zoo.load_compiled(part, folder, strict=True)
                 else:
                     torch.compiler.load_cache_artifacts(Path(artifacts).read_bytes())
             files = cache_contents()
         with phase("first call"):
             if not (load and ours):
-                prepared = Prepared(
-                    model=model, inputs=inputs, dynamic=dynamic, reference=torch.Tensor, bytes=0, bytes_formula="",
-                    data="",
-                )  # fmt: skip
                 call = strategies.apply(case, prepared)
-            step = partial(call, **inputs)
+            step = partial(call, **inputs) if trainer is None else trainer.compiled(call)
             step()
         if case.cuda_graph:
             with phase("capture"):
-                step = partial(zoo.cuda_graph(call, kwargs=inputs, static=static, clone_outputs=False), **inputs)
+                if trainer is None:
+                    step = partial(zoo.cuda_graph(call, kwargs=inputs, static=static, clone_outputs=False), **inputs)
+                else:
+                    step = trainer.captured(call)
                 step()
         compiled = {"files": len(cache_contents() - files), **_traced()}
         calls = timing.calibrate(step, device)
@@ -101,13 +115,15 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
         host_ms = timing.host(step, device)
         if hasattr(model, "reset"):
             model.reset()
-        output = _flat(step()).cpu().contiguous()
+        output = (_flat(step()) if trainer is None else trainer.losses(step)).cpu().contiguous()
     saved = None
     if save and ours:
-        written = zoo.save_compiled(model, artifacts)
-        size = sum(path.stat().st_size for path in written.path.iterdir())
-        saved = {"bytes": size, "kinds": [each["kind"] for each in written.entries],
-                 "skipped": list(written.skipped.values())}  # fmt: skip
+        written = [zoo.save_compiled(part, folder) for folder, part in compiled_parts.items()]
+        saved = {
+            "bytes": sum(path.stat().st_size for each in written for path in each.path.iterdir()),
+            "kinds": [entry["kind"] for each in written for entry in each.entries],
+            "skipped": [why for each in written for why in each.skipped.values()],
+        }
     elif save:
         found = torch.compiler.save_cache_artifacts()
         if found is None:
