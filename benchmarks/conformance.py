@@ -303,7 +303,7 @@ def counts(foreign: Foreign, arm: str) -> dict[str, str]:
 def row(name: str, arms: Iterable[str] = ARMS) -> str:
     foreign = MODELS[name]
     reports = [
-        zoo.find_regions(foreign.make().train(training), inputs=foreign.inputs(foreign.sizes[0]))
+        zoo.find_regions(foreign.make().train(training), kwargs=foreign.inputs(foreign.sizes[0]))
         for training in (False, True)
     ]
     regions = [f"{len(found.modules)} {found.name}" for found in reports[0].regions]

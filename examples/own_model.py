@@ -47,7 +47,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, x = Model().to(device).eval(), torch.randn(8, 256, device=device)
     expected, eager = model(x), Timer("model(x)", globals={"model": model, "x": x}).blocked_autorange()
-    print(zoo.find_regions(model, inputs=x))  # one region class, one graph
+    print(zoo.find_regions(model, args=(x,)))  # one region class, one graph
 
     zoo.compile_regions(model)
     print(zoo.warm_up(model, x))  # pays for compilation now

@@ -194,7 +194,7 @@ def test_a_region_of_symbolic_sizes_is_one_graph(dynamic: bool | None, graphs: i
     region = Region(Glue, graphs=3, dynamic=dynamic)
     model, x = declared(region)(*(Widening() for _ in range(3))), torch.randn(5, 2)
     expected = model(x)
-    assert zoo.find_regions(model, inputs={"x": x}).graphs_needed == graphs
+    assert zoo.find_regions(model, kwargs={"x": x}).graphs_needed == graphs
     compiled(model, backend="aot_eager")
     with zoo.enforce_budget(model):
         torch.testing.assert_close(model(x), expected)

@@ -94,7 +94,7 @@ def test_compiled_regions_compute_what_eager_does(name: str, autocast: bool) -> 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected = outputs_of(model, inputs)
         zoo.compile_regions(model, backend="aot_eager")
-        needed = zoo.find_regions(model, inputs=inputs).graphs_needed
+        needed = zoo.find_regions(model, kwargs=inputs).graphs_needed
         for found, wanted in zip(outputs_of(model, inputs), expected, strict=True):
             assert found.dtype == wanted.dtype
             assert (found - wanted).float().norm() <= (2e-2 if autocast else 1e-5) * wanted.float().norm()

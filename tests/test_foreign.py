@@ -43,7 +43,7 @@ def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str
     model, inputs = foreign(name)
     with torch.no_grad():
         expected = first_tensor(model(**inputs))
-        for report in (zoo.find_regions(model), zoo.find_regions(model, inputs=inputs)):
+        for report in (zoo.find_regions(model), zoo.find_regions(model, kwargs=inputs)):
             assert {found.name: found.graphs_needed for found in report.regions} == REGIONS[name], str(report)
             assert not report.declared and not report.obstacles, str(report)
         zoo.compile_regions(model, backend="eager")
@@ -90,7 +90,7 @@ def scaling(scale: float) -> Callable[[nn.Module], Callable[[torch.Tensor], torc
 def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(held, said, needed):
     model, x = Sequence(*(Holding(held(index)) for index in range(3))).eval(), torch.randn(2, 4)
     assert zoo.find_regions(model, [Holding]).graphs == said
-    assert zoo.find_regions(model, [Holding], inputs={"x": x}).graphs == said
+    assert zoo.find_regions(model, [Holding], kwargs={"x": x}).graphs == said
     zoo.compile_regions(model, regions=[Holding], backend="eager")
     first = len(GRAPH_LOG.entries)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_predictions_in_training_know_what_requires_a_gradient() -> None:
     model, x = Sequence(*(Block(4) for _ in range(4))), torch.randn(2, 4)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].requires_grad_(False)
-    report = zoo.find_regions(model, [Block], inputs={"x": x})
+    report = zoo.find_regions(model, [Block], kwargs={"x": x})
     zoo.compile_regions(model, regions=[Block], backend="eager")
     first = len(GRAPH_LOG.entries)
     model(x).sum().backward()
@@ -127,7 +127,7 @@ def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when
     (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles
     assert "forward reads index" in str(obstacle) and "Place.SECOND" in str(obstacle)
     with pytest.warns(zoo.RegionWarning, match="forward reads index, which differs in every layer"):
-        zoo.compile_regions(model, inputs={"x": x}, backend="eager")
+        zoo.compile_regions(model, kwargs={"x": x}, backend="eager")
 
 
 class Coder(nn.Module):

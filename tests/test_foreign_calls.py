@@ -128,7 +128,7 @@ class Rated(nn.Module):
 def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
     model = Sequence(nn.Linear(4, 4), *(Rated(rate / 10) for rate in range(6))).train(training)
     reference, x = copy.deepcopy(model), torch.randn(3, 4)
-    assert zoo.find_regions(model, inputs=(x,)).graphs == "at least 1"
+    assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
     compiled(model)
     for each, held in ((reference, contextlib.nullcontext()), (model, zoo.enforce_budget(model))):
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ class Bounded(Rated):
 def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> None:
     model, x = Sequence(*map(Bounded, (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
     expected = model(x)
-    assert zoo.find_regions(model, inputs=(x,)).graphs == "at least 1"
+    assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
     compiled(model, backend=backend)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
@@ -213,7 +213,7 @@ def test_a_layer_that_training_drops_was_not_bypassed() -> None:
     model, x = LayerDrop(*(Block(4) for _ in range(4))), torch.randn(2, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        compiled(model, inputs={"x": x})
+        compiled(model, kwargs={"x": x})
     with zoo.enforce_budget(model):
         model(x)
     with zoo.enforce_budget(model):
@@ -313,7 +313,7 @@ class Naming(Block):
 def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path) -> None:
     model, x = Sequence(*map(Naming, range(3))).eval(), torch.randn(2, 6)
     for inputs in (None, {"x": x}):
-        (obstacle,) = zoo.find_regions(model, inputs=inputs).obstacles
+        (obstacle,) = zoo.find_regions(model, kwargs=inputs).obstacles
         assert "forward reads name" in str(obstacle) and "a graph a layer, 3 in all" in str(obstacle)
     compiled(model, backend=backend)
     with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="2 graphs compiled for .* where one would do: .*name"):
@@ -449,8 +449,8 @@ def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[
 def test_a_block_that_a_call_repeats_is_found_by_its_inputs(given: bool) -> None:
     model, x = Repeating(4, partial(Shifted, 0)).eval(), torch.randn(2, 4)
     inputs, names = ({"x": x}, {"Shifted", "Block"}) if given else (None, {"Shifted"})
-    assert {found.name for found in zoo.find_regions(model, inputs=inputs).regions} == names
-    compiled(model, inputs=inputs)
+    assert {found.name for found in zoo.find_regions(model, kwargs=inputs).regions} == names
+    compiled(model, kwargs=inputs)
     with torch.no_grad(), zoo.enforce_budget(model):
         model(x)
     assert graphs_of(model) == dict.fromkeys(names, 1)
@@ -497,7 +497,7 @@ class Named(Sequence):
 def test_names_that_are_the_models_own() -> None:
     model, x = Named(Strict(), Strict()).eval(), torch.randn(2, 4)
     expected = model(x)
-    assert zoo.find_regions(model, inputs={"model": x}).graphs_needed == 1
+    assert zoo.find_regions(model, kwargs={"model": x}).graphs_needed == 1
     compiled(model)
     with torch.no_grad():
         assert zoo.warm_up(model, model=x).graphs == 1
@@ -510,6 +510,39 @@ def test_warm_up_takes_positional_arguments_and_functions() -> None:
         assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
         assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
+
+
+class Scaled(Sequence):
+    """Is called as many models of libraries are: with arguments that it hands on."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, **kwargs: Any) -> Tensor:
+        assert not kwargs
+        return super().forward(x) * scale
+
+
+def test_warm_up_takes_arguments_as_torch_export_does() -> None:
+    model, x = compiled(Scaled(Block(4), Block(4)), dynamic=False), torch.randn(2, 4)
+    with torch.no_grad():
+        assert zoo.warm_up(model, args=(x,), kwargs={"scale": 2.0}).graphs == 1
+        assert zoo.warm_up(model, args=(x,)).graphs == zoo.warm_up(model, kwargs={"x": x}).graphs == 0
+        with pytest.warns(DeprecationWarning, match=r"write zoo\.warm_up\(model, \*\*inputs\)"):
+            assert zoo.warm_up(model, {"x": x}).graphs == 0
+        with pytest.raises(TypeError, match="args is a Tensor, expected a tuple of arguments"):
+            zoo.warm_up(model, args=x)
+        with pytest.raises(Exception, match="tuple") as refused:
+            zoo.warm_up(model, (x,))
+    assert "zoo.warm_up(model, *args)" in refused.value.__notes__[-1]
+
+
+class Keyed(Sequence):
+    def forward(self, args: Tensor, kwargs: Tensor) -> Tensor:
+        return super().forward(args + kwargs)
+
+
+def test_warm_up_gives_a_model_its_own_argument_that_is_named_args() -> None:
+    model, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
+    with torch.no_grad():
+        assert zoo.warm_up(model, args=x, kwargs=x).graphs == 1
 
 
 class Shifted(nn.Module):

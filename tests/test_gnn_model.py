@@ -55,7 +55,7 @@ def test_one_graph_at_any_depth(name: str, variant: dict[str, Any], graphs: int)
         with context, zoo.enforce_budget(model):
             run(model, inputs)
             run(model, {**inputs, "edge_index": model.prepare(inputs["edge_index"], num_nodes=64)})
-    assert zoo.find_regions(model, inputs=inputs).graphs_needed == graphs
+    assert zoo.find_regions(model, kwargs=inputs).graphs_needed == graphs
 
 
 def test_learned_edge_weights_compile_without_a_break() -> None:

@@ -1,6 +1,9 @@
 """What can be compiled, and what stands in its way."""
 
+import re
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,12 +116,54 @@ def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
             return self.blocks[2].forward(x)
 
     model, x = Bypass(Block(4), Block(4), Block(4)).eval(), torch.randn(2, 4)
-    report = zoo.find_regions(model, inputs={"x": x})
-    assert zoo.find_regions(model, inputs=(x,)) == zoo.find_regions(model, inputs=x) == report
-    with pytest.raises(TypeError, match="inputs is a int, expected a dict or a tuple of arguments"):
-        zoo.find_regions(model, inputs=3)
+    report = zoo.find_regions(model, kwargs={"x": x})
+    assert zoo.find_regions(model, args=(x,)) == report
     assert report.regions[0].signatures == (("blocks.0", "blocks.2"), ("blocks.1",))
     assert "blocks.2 was not called as a module" in str(report.obstacles[0])
+
+
+@pytest.mark.parametrize("call", [zoo.find_regions, zoo.compile_regions])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"args": torch.ones(2, 4)}, r"args is a Tensor, expected a tuple of arguments: \(x,\)"),
+        ({"args": {"x": 1}}, r"args is a dict, .* or kwargs=\{'x': x\}"),
+        ({"kwargs": (1,)}, "kwargs is a tuple, expected a dict of arguments by name"),
+        ({"inputs": 3}, "args is a int, expected a tuple"),
+        ({"args": (1,), "inputs": (1,)}, "leave inputs= out"),
+    ],
+)
+def test_arguments_in_another_form_are_refused(call: Callable[..., Any], given: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        call(Stack(), **given)
+
+
+class Doubling(Sequence):
+    """Its second block needs a graph of its own, which only a call shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x).repeat(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"x": torch.ones(2, 4)}, "write kwargs=inputs, where inputs is the same dict"),
+        ((torch.ones(2, 4),), "write args=inputs, where inputs is the same tuple"),
+        (torch.ones(2, 4), r"write args=\(inputs,\), where inputs is the same Tensor"),
+    ],
+)
+def test_inputs_in_the_old_form_work_with_a_note(inputs: Any, said: str) -> None:
+    model = Doubling(Block(4), Block(4)).eval()
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert zoo.find_regions(model, inputs=inputs).graphs_needed == 2
+    (note,) = notes  # one for each place that calls it
+    assert note.category is DeprecationWarning and note.filename == __file__ and re.search(said, str(note.message))
+    with pytest.warns(DeprecationWarning, match=said) as warned:
+        zoo.compile_regions(model, inputs=inputs, backend="eager")
+    assert warned[0].filename == __file__
 
 
 def test_mode_in_words() -> None:
@@ -133,7 +178,7 @@ def test_mode_in_words() -> None:
 @pytest.mark.gpu
 def test_device_share_on_a_gpu() -> None:
     model = Stack(width=512, depth=4).cuda()
-    report = zoo.find_regions(model, inputs={"x": torch.randn(4096, 4, device="cuda")})
+    report = zoo.find_regions(model, kwargs={"x": torch.randn(4096, 4, device="cuda")})
     share = report.regions[0].device_share
     assert share is not None and 0.5 < share <= 1.0
     assert "% of device time" in str(report)
@@ -182,12 +227,12 @@ def test_observing_a_model_in_training_leaves_it_as_it_was() -> None:
     model = Sequence(Dropping(4), Dropping(4), Counting()).train()
     before, seen = {k: v.clone() for k, v in model.state_dict().items()}, model.blocks[2].seen
     state = torch.get_rng_state()
-    zoo.find_regions(model, [Dropping, Counting], inputs={"x": torch.ones(8, 4)})
+    zoo.find_regions(model, [Dropping, Counting], kwargs={"x": torch.ones(8, 4)})
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state) and type(model.blocks[0]) is Dropping
     assert model.blocks[2].seen is seen and model.blocks[2].last is None
     with pytest.raises(TypeError):
-        zoo.find_regions(model, inputs={"wrong": 1})
+        zoo.find_regions(model, kwargs={"wrong": 1})
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 

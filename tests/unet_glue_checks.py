@@ -98,7 +98,7 @@ def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pyte
     monkeypatch.setattr(group_norm, "ENOUGH", 6)
     model = zoo.create("unet-debug", device=DEVICE, norm_num_groups=2)
     inputs = zoo.example_inputs(model, size=8, tokens=5)
-    needed = zoo.find_regions(model, inputs=inputs).graphs_needed
+    needed = zoo.find_regions(model, kwargs=inputs).graphs_needed
     with torch.inference_mode():
         found = [model(**inputs).sample]
         if DEVICE != "cpu":  # the compiler does not look into the interpreter

@@ -203,7 +203,7 @@ class Worker:
         if self.device == "cuda":
             fit = int(torch.cuda.mem_get_info()[0] / (1.2 * torch.cuda.max_memory_reserved() + 6e8))
         try:
-            report = zoo.find_regions(self.model, inputs=self.inputs)
+            report = zoo.find_regions(self.model, kwargs=self.inputs)
         except Exception as error:
             return {"fit": fit, "helper": helper, "regional": False, "report": f"no regions: {_in_a_line(error)}"}
         return {"fit": fit, "helper": helper, "regional": bool(report.regions), "report": str(report)}

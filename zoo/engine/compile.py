@@ -33,7 +33,7 @@ from zoo.engine.discover import (
 )
 from zoo.engine.graph_log import GRAPH_LOG, Entry
 from zoo.engine.lifted import Checked
-from zoo.engine.observe import Inputs, undisturbed
+from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import mode as mode_in_words
 from zoo.engine.signature import without_ddp
@@ -103,7 +103,9 @@ def compile_regions(
     *,
     regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (),
-    inputs: Inputs | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    inputs: Any = None,
     mode: str | None = None,
     backend: Any = "inductor",
     options: Mapping[str, Any] | None = None,
@@ -119,9 +121,11 @@ def compile_regions(
         model: Any module. Models of the zoo declare their regions; for others they are given or discovered.
         regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
         exclude: Classes or module paths to leave eager, with all that is inside of them.
-        inputs: Arguments of one call, as ``find_regions`` takes them. The model then makes it eagerly: regions, graphs
-            and obstacles are those of that call. Without them a per-layer value of a foreign model is warned of when it
-            costs a graph.
+        args: Positional arguments of one call, as ``find_regions`` takes them. With ``args`` or ``kwargs`` the model
+            makes it eagerly: regions, graphs and obstacles are those of that call. Without them a per-layer value of a
+            foreign model is warned of when it costs a graph.
+        kwargs: Keyword arguments of that call.
+        inputs: Deprecated, as in ``find_regions``.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
             backends than Inductor have none.
         backend: A ``torch.compile`` backend.
@@ -136,7 +140,7 @@ def compile_regions(
         The same model.
 
     Raises:
-        TypeError: If a region is neither a module class nor a path.
+        TypeError: If a region is neither a module class nor a path, ``args`` is no tuple or ``kwargs`` no mapping.
         ValueError: If a region matches nothing or is nested in another; if it needs more graphs than its budget or
             reads a per-layer value (for a model that declares its regions; others get a ``RegionWarning``); if
             something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA graphs on; if a region has
@@ -146,17 +150,17 @@ def compile_regions(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,
     )  # fmt: skip
-    place_calls(without_ddp(model), choices, inputs)
+    place_calls(without_ddp(model), choices, given_example(args, kwargs, inputs))
     return model
 
 
-def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None, *, lazily: bool = False) -> None:
+def place_calls(model: nn.Module, choices: Choices, example: Example | None = None, *, lazily: bool = False) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
-    chosen = resolve(model, choices.regions, choices.exclude, inputs)
+    chosen = resolve(model, choices.regions, choices.exclude, example)
     if not chosen and not declared_regions(model):
         raise ValueError(
             f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; name "
-            "classes with regions=[...], or give inputs=, in whose call a block that is called again is found"
+            "classes with regions=[...], or give args= or kwargs=, in whose call a block that is called again is found"
         )
     if not chosen:
         warnings.warn(
@@ -178,7 +182,7 @@ def place_calls(model: nn.Module, choices: Choices, inputs: Inputs | None = None
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     declared = declares(model, choices.regions)
     symbols = lifted(chosen, declared=declared)
-    report = report_on(model, chosen, declared=declared, lifted=symbols, inputs=inputs)
+    report = report_on(model, chosen, declared=declared, lifted=symbols, example=example)
     _judge(model, report)
     # All of it before anything is compiled: what is refused for one region leaves none behind.
     calls: list[RegionCall] = []
@@ -253,7 +257,7 @@ class WarmUp:
         return "\n".join(lines)
 
 
-def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
+def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
     """Compile all regions now, by calls in the caller's mode, with a progress bar over regions.
 
         zoo.warm_up(model, input_ids=ids)                       # one call of the model
@@ -265,14 +269,14 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
 
     Args:
         model: A model that ``compile_regions`` was called on.
-        args: Positional arguments of one call, a dict of keyword arguments, or functions without arguments, each of
-            which calls the model.
-        inputs: Keyword arguments of one call, of the shapes that will be used.
+        args: Positional arguments of one call, or functions without arguments, each of which calls the model.
+        kwargs: Keyword arguments of that call. ``args=(x,), kwargs={...}`` works if forward has no such names.
 
     Returns:
         What each region cost; printable.
 
     Raises:
+        TypeError: If ``args=`` is no tuple or ``kwargs=`` no mapping.
         ValueError: If the model is not compiled.
     """
     from tqdm.auto import tqdm
@@ -280,11 +284,17 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
     plan = plan_of(without_ddp(model))
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    parameters = inspect.signature(without_ddp(model).forward).parameters.values()
+    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     by_name = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
-    if by_name and set(by_name).issubset(inspect.signature(model.forward).parameters):
-        args, inputs = (), {**by_name, **inputs}  # as find_regions takes them
-    functions = bool(args) and not inputs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
-    calls = args if functions else [functools.partial(model, *args, **inputs)]
+    if by_name and names.issuperset(by_name):
+        message = "zoo.warm_up(model, inputs) with a dict is deprecated: write zoo.warm_up(model, **inputs)"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        args, kwargs = (), {**by_name, **kwargs}
+    elif not args and kwargs and kwargs.keys() <= {"args", "kwargs"} - names:
+        args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
+    functions = bool(args) and not kwargs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
+    calls = args if functions else [functools.partial(model, *args, **kwargs)]
     entries: list[Entry] = []
     started = time.perf_counter()
     with tqdm(total=plan.report.graphs_needed, desc="compiling regions", unit="graph", leave=False) as bar:
@@ -306,6 +316,10 @@ def warm_up(model: nn.Module, /, *args: Any, **inputs: Any) -> WarmUp:
                     outputs = call()
                     if model.training and torch.is_grad_enabled():
                         _run_backward(model, outputs)
+        except Exception as error:
+            if len(args) == 1 and isinstance(args[0], tuple | list):
+                error.add_note("The model was given one tuple; to give it the items, write zoo.warm_up(model, *args)")
+            raise
         finally:
             GRAPH_LOG.listeners.remove(note)
     if torch.cuda.is_initialized():

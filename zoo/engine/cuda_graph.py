@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from zoo.engine.call import RegionWarning, has_stance
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep
+from zoo.engine.observe import checked_example
 
 Model = TypeVar("Model", bound=nn.Module)
 # Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.
@@ -296,10 +297,11 @@ def cuda_graph(
     Raises:
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static; if
-            ``args``, ``static`` or a bucket has another form than above.
+            ``args``, ``kwargs``, ``static`` or a bucket has another form than above.
         ValueError: If an input requires grad, two buckets have the same shapes, or nothing that the step is given says
             on which device it runs; if the module's calls are captured already, or ``most_graphs`` is not positive.
     """
+    example = checked_example(args, kwargs)
     if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:
         if most_graphs < 1:
             raise ValueError(f"most_graphs is {most_graphs}, but at least one kind of call is to be captured")
@@ -313,14 +315,12 @@ def cuda_graph(
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
     if not callable(fn):
         raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function")
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args is a {type(args).__name__}, expected a tuple of arguments; for a single one (x,)")
     if isinstance(static, (str, int)):
         raise TypeError(f"static is {static!r}, expected positions or names in a tuple: ({static!r},)")
     for index, bucket in enumerate(buckets or ()):
         if not (isinstance(bucket, (tuple, list)) and len(bucket) == 2 and isinstance(bucket[1], Mapping)):
             raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
-    return GraphedStep(fn, [(tuple(args), dict(kwargs or {})), *(buckets or ())], clone_outputs, tuple(static), warmup)
+    return GraphedStep(fn, [example, *(buckets or ())], clone_outputs, tuple(static), warmup)
 
 
 def captures(module: nn.Module) -> Captures:

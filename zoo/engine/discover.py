@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
-from zoo.engine.observe import Inputs, Observed, count_calls, device_shares, observe_call
+from zoo.engine.observe import Example, Observed, count_calls, device_shares, given_example, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
 
@@ -136,7 +136,9 @@ def find_regions(
     regions: Sequence[Region | type[nn.Module] | str] | None = None,
     *,
     exclude: Sequence[type[nn.Module] | str] = (),
-    inputs: Inputs | None = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    inputs: Any = None,
 ) -> RegionReport:
     """Report which submodules can be compiled as regions, how many graphs they need and what stands in the way.
 
@@ -147,18 +149,21 @@ def find_regions(
             of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
             layers in it, each call of a region one, each layer outside of regions two.
         exclude: Classes or module paths to leave out, with all that is inside of them.
-        inputs: Arguments of one call: a dict by name, a tuple by position, or a single tensor. With them the model runs
-            eagerly, in its mode (with gradients in training), so that a block that is called several times is
-            discovered, layers that differ only in their inputs are told apart, and attributes count only where a branch
-            that was taken reads them; on a GPU each region's share of device time is measured as well.
+        args: Positional arguments of one call. With ``args`` or ``kwargs`` the model runs eagerly, in its mode (with
+            gradients in training), so that a block that is called several times is discovered, layers that differ only
+            in their inputs are told apart, and attributes count only where a branch that was taken reads them; on a GPU
+            each region's share of device time is measured as well.
+        kwargs: Keyword arguments of that call; ``{}`` if it has no arguments at all.
+        inputs: Deprecated: a dict is ``kwargs`` now, a tuple ``args``, a single tensor ``args=(x,)``.
 
     Raises:
-        TypeError: If something that is not a module class is given as a region, or no list.
+        TypeError: If a region is no module class, ``regions`` no list, ``args`` no tuple or ``kwargs`` no mapping.
         ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
     model = without_ddp(model)
-    chosen, declared = resolve(model, regions, exclude, inputs), declares(model, regions)
-    return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), inputs=inputs)
+    example = given_example(args, kwargs, inputs)
+    chosen, declared = resolve(model, regions, exclude, example), declares(model, regions)
+    return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), example=example)
 
 
 def declares(model: nn.Module, regions: Sequence[Given] | None) -> bool:
@@ -177,14 +182,11 @@ def report_on(
     *,
     declared: bool,
     lifted: Mapping[Region, Lifted],
-    inputs: Inputs | None = None,
+    example: Example | None = None,
 ) -> RegionReport:
     """The report of ``find_regions`` on regions that are resolved already."""
-    observed: Mapping[str, Observed] = {}
-    shares: dict[type[nn.Module], float] = {}
-    if inputs is not None:
-        observed = observe_call(model, chosen, inputs, lifted)
-        shares = device_shares(model, chosen, inputs)
+    observed = observe_call(model, chosen, example, lifted) if example else {}
+    shares = device_shares(model, chosen, example) if example else {}
     found, obstacles = [], []
     weights = _weights(model)
     for region, modules in chosen.items():
@@ -205,7 +207,7 @@ def report_on(
         dropped = not declared and model.training and len(skipped) < len(modules)
         obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
         # In eval most code does not look at a rate, as a call shows.
-        looked = model.training or inputs is not None
+        looked = model.training or example is not None
         zeros = list(_zero_rates(region, modules, observed, lifted[region])) if looked else []
         obstacles += zeros
         signatures = tuple(tuple(names) for names in groups.values())
@@ -231,7 +233,7 @@ def resolve(
     model: nn.Module,
     regions: Sequence[Given] | None,
     exclude: Sequence[type[nn.Module] | str],
-    inputs: Inputs | None = None,
+    example: Example | None = None,
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):
@@ -243,7 +245,7 @@ def resolve(
     excluded = {id(part) for item in exclude for m in _matching(model, item, "exclude") for part in m.modules()}
     given = declared_regions(model) if regions is None else regions
     if not given and regions is None:
-        calls = None if inputs is None else count_calls(model, inputs)
+        calls = count_calls(model, example) if example else None
         found = {Region(cls): modules for cls, modules in Cut(model, calls).regions().items()}
     else:
         found = _given(model, given, required=regions is not None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,19 +18,32 @@ from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class, own_class
 
-# Arguments of one call of a model: by name, by position, or a single one.
-Inputs = Mapping[str, Any] | Sequence[Any] | Tensor
+# Positional and keyword arguments of one call of a model.
+Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _call(model: nn.Module, inputs: Inputs) -> None:
-    if isinstance(inputs, Mapping):
-        model(**inputs)
-    elif isinstance(inputs, tuple | list):
-        model(*inputs)
-    elif isinstance(inputs, Tensor):
-        model(inputs)
-    else:
-        raise TypeError(f"inputs is a {type(inputs).__name__}, expected a dict or a tuple of arguments")
+def checked_example(args: Any = (), kwargs: Any = None) -> Example:
+    """The arguments of one call, given as to ``torch.export``. TypeError if ``args`` or ``kwargs`` has another form."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args is a {type(args).__name__}, expected a tuple of arguments: (x,), or kwargs={{'x': x}}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a {type(kwargs).__name__}, expected a dict of arguments by name: {{'x': x}}")
+    return tuple(args), dict(kwargs or {})
+
+
+def given_example(args: Any, kwargs: Any, inputs: Any) -> Example | None:
+    """The call that a public function was given, or None. Its caller is warned of ``inputs``, the deprecated form."""
+    example, given = checked_example(args, kwargs), kwargs is not None or bool(args)
+    if inputs is None:
+        return example if given else None
+    if given:
+        raise TypeError("inputs= is given beside args= or kwargs=, which replace it; leave inputs= out")
+    by_name, single = isinstance(inputs, Mapping), isinstance(inputs, Tensor)
+    example = checked_example(kwargs=inputs) if by_name else checked_example((inputs,) if single else inputs)
+    form = "kwargs=inputs" if by_name else "args=(inputs,)" if single else "args=inputs"
+    message = f"inputs= is deprecated: write {form}, where inputs is the same {type(inputs).__name__}"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return example
 
 
 @contextlib.contextmanager
@@ -58,13 +72,13 @@ def _watched(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def count_calls(model: nn.Module, inputs: Inputs) -> Counter[nn.Module]:
+def count_calls(model: nn.Module, example: Example) -> Counter[nn.Module]:
     """How often each module is called in one eager call of the model."""
     calls: Counter[nn.Module] = Counter()
     handle = register_module_forward_pre_hook(lambda module, _: calls.update([module]))
     try:
         with _watched(model):
-            _call(model, inputs)
+            model(*example[0], **example[1])
     finally:
         handle.remove()
     return calls
@@ -82,7 +96,7 @@ class Observed:
 def observe_call(
     model: nn.Module,
     chosen: Mapping[Region, Mapping[str, nn.Module]],
-    inputs: Inputs,
+    example: Example,
     lifted: Mapping[Region, Lifted],
 ) -> dict[str, Observed]:
     """Run the model once, eagerly and in its mode, and watch every region module, by name.
@@ -120,7 +134,7 @@ def observe_call(
                 for prefix, child in module.named_modules():
                     if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
-        _call(model, inputs)
+        model(*example[0], **example[1])
     return seen
 
 
@@ -155,7 +169,7 @@ def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterato
 
 
 def device_shares(
-    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], inputs: Inputs
+    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], example: Example
 ) -> dict[type[nn.Module], float]:
     """Each region class' share of the model's kernel time in one eager call; empty where there is no GPU."""
     if not any(p.is_cuda for p in model.parameters()):
@@ -180,7 +194,7 @@ def device_shares(
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities, acc_events=True) as profiler:
             with record_function("zoo.model"):
-                _call(model, inputs)
+                model(*example[0], **example[1])
             torch.cuda.synchronize()
     finally:
         for handle in handles:
