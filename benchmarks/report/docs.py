@@ -186,8 +186,11 @@ def _arms(spec: Spec, rows: Rows) -> str:
 def _front(spec: Spec, rows: Rows) -> str:
     first = _first_races(spec.options, rows)
     on = dict.fromkeys(race.machine for race in first.values() if race is not None)
-    said = f"\n\n{'; '.join(on)}; bfloat16 unless a name says float32." if on else ""
-    starts = [start for start in rows.starts if machine_name(rows.environment(start), start.case.device) in on]
+    started = {machine_name(rows.environment(start), start.case.device): start for start in rows.starts}
+    where = [machine for machine in on if machine in started] or list(started)[:1]
+    starts = [start for start in rows.starts if machine_name(rows.environment(start), start.case.device) in where]
+    said = "; ".join([*on, *(f"new processes: {machine}" for machine in where if machine not in on)])
+    said = f"\n\n{said}; bfloat16 unless a name says float32." if on else ""
     return tables.markdown(*tables.front(first, starts)) + said
 
 
