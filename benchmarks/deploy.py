@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ import typer
 
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
 from benchmarks.machine import cache_environment, python_path, row
-from benchmarks.plan import WORKLOADS, Case
+from benchmarks.plan import WORKLOADS, Case, matching
 from benchmarks.record import ARTIFACTS, CACHES, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.model import UPSTREAM
@@ -72,18 +71,18 @@ def main(
     on, loaded = device_of(device), workload_of(family)
     pick("--model", [model], loaded.models)
     pick("--input", [input], loaded.inputs)
-    pick("--workload", [workload], loaded.workloads)
+    pick("--workload", [workload], WORKLOADS)
     pick("--dtype", [dtype] if dtype else [], loaded.dtypes(on))
     dtype = dtype or loaded.dtypes(on)[0]
     base = Case(family=loaded.family, model=model, input=input, workload=workload, dtype=dtype, device=on)
-    starts: list[Start] = []
-    for impl, strategy, cuda_graph, source in ARMS:
-        start = Start(case=replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph), source=source)
-        why = loaded.refuses(start.case)
-        if why and not starts:
-            raise UsageError(f"{start.arm}: {why}")
-        if not why and (not starts or not arm or any(fnmatchcase(start.arm, each) for each in arm)):
-            starts.append(start)
+    first, *others = (
+        Start(case=replace(base, impl=impl, strategy=strategy, cuda_graph=cuda_graph), source=source)
+        for impl, strategy, cuda_graph, source in ARMS
+    )
+    if why := loaded.refuses(first.case):
+        raise UsageError(f"{first.arm}: {why}")
+    wanted = matching([start.arm for start in (first, *others)], arm or [])
+    starts = [first, *(each for each in others if each.arm in wanted and not loaded.refuses(each.case))]
     words = ["--family", family, "--model", model, "--input", input, "--workload", workload]
     words += ["--dtype", dtype, "--device", on]
     words += [word for each in arm or [] for word in ("--arm", each)] + ["--processes", str(processes)]

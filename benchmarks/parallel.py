@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from benchmarks.compiler import Recorder
 from benchmarks.families import Prepared, Workload
 from benchmarks.families.base import tensors
 from benchmarks.families.llm_arms import ZooDecode, ZooStep
-from benchmarks.plan import Case, refusal
+from benchmarks.plan import Case, matching, refusal
 from benchmarks.record import Rows, Steady, Store
 from benchmarks.report.cells import NOTHING, significant
 from benchmarks.report.model import machine_name
@@ -150,9 +149,8 @@ def main(
     if parallel != "tp" and base.workload != "train":
         raise UsageError(f"--parallel {parallel} is for --workload train; for inference there is --parallel tp")
     cases = [replace(base, impl=impl, strategy=how, cuda_graph=graph) for impl, how, graph in ARMS]
-    cases = [case for case in cases if not only or any(fnmatchcase(case.arm, each) for each in only)]
-    if not cases:
-        raise UsageError(f"--arm: no arm matches {', '.join(map(repr, only))}")
+    wanted = matching([case.arm for case in cases], only)
+    cases = [case for case in cases if case.arm in wanted]
 
     os.environ.update({name: value for name, value in NCCL.items() if name not in os.environ})
     if on_gpu:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import filter as matches
 from typing import Any
+
+from benchmarks.cli import UsageError
 
 STRATEGIES = ("eager", "full", "regional", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
@@ -142,15 +144,16 @@ def expand(
 ) -> tuple[list[Case], Mapping[str, str]]:
     """All arms of all races, each race with its A/A control last; and why arms were left out, by case key.
 
-    ``bases`` are a case per race, ``only`` shell patterns such as ``"zoo *"`` that names of arms must match, if there
-    are any, and ``options`` those of ``arms_of``.
+    ``bases`` are a case per race, ``only`` what ``matching`` takes, and ``options`` those of ``arms_of``.
     """
     cases: list[Case] = []
     refused: dict[str, str] = {}
-    for base in bases:
+    races = [arms_of(base, **options) for base in bases]
+    wanted = matching([case.arm for race in races for case in race], only)
+    for race in races:
         arms = []
-        for case in arms_of(base, **options):
-            if only and not any(fnmatchcase(case.arm, pattern) for pattern in only):
+        for case in race:
+            if case.arm not in wanted:
                 continue
             if why := refusal(case) or refuses(case):
                 refused[case.key] = why
@@ -160,6 +163,19 @@ def expand(
         if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
             cases.append(replace(twin_of(arms), control=True))
     return cases, refused
+
+
+def matching(arms: Iterable[str], patterns: Sequence[str]) -> set[str]:
+    """Arms that match one of the shell patterns, such as ``"zoo *"``, or all; UsageError if a pattern matches none."""
+    names = set(arms)
+    found = {pattern: set(matches(names, pattern)) for pattern in patterns}
+    for pattern in patterns:
+        if not found[pattern]:
+            raise UsageError(
+                f"--arm: no arm matches {pattern!r}; give --arm once for each. benchmarks.run --list shows the names, "
+                "and --impl, --strategy and --mode add others"
+            )
+    return set().union(*found.values()) if patterns else names
 
 
 def twin_of(arms: Sequence[Case]) -> Case:

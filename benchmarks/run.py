@@ -102,8 +102,6 @@ def main(
         strategies=pick("--strategy", strategy or [], STRATEGY_NAMES),
         modes=pick("--mode", mode or [], MODES),
     )
-    if not cases and not refused and arm:
-        raise UsageError(f"--arm: no arm matches {', '.join(map(repr, arm))}; --list shows their names")
     if not cases:
         raise UsageError("nothing is left to measure: " + next(iter(refused.values()), "no model and input"))
     folder = out or (_newest_run() if resume else RUNS / time.strftime("%Y%m%d-%H%M%S"))

@@ -135,12 +135,15 @@ def test_the_table_hides_neither_what_was_compiled_nor_other_outputs() -> None:
     assert "No rows measured yet; run `python -m benchmarks.deploy --family bert --model bert-large`" in text
 
 
-def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, *arms: str) -> tuple[int, Rows]:
+def started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, *arms: str, workload: str = "inference"
+) -> tuple[int, Rows]:
     """What ``benchmarks.deploy`` exits with and writes of a model's arms, compiled by Inductor."""
     for name, value in {**LIGHT, "BENCHMARKS_BACKEND": "inductor"}.items():
         monkeypatch.setenv(name, value)
     out = tmp_path / "starts.jsonl"
     words = f"--family {FAKE} --model {model} --input small --device cpu --processes 1 --out {out}".split()
+    words += ["--workload", workload]
     code = run_command(deploy.main, "deploy", words + [word for arm in arms for word in ("--arm", arm)])
     return code, load(out)
 
@@ -160,6 +163,17 @@ def test_new_processes_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert each.total < saving.total
     assert upstream.reason and not upstream.processes
     assert "bit-equal" in make_table(Spec.parse("startup family=fake"), found)
+
+
+@pytest.mark.slow
+def test_a_training_step_starts_from_saved_regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, found = started(tmp_path, monkeypatch, "good", "zoo regional, artifacts", workload="train")
+    assert code == 0
+    saving, loaded = found.starts
+    assert saving.saved is not None and saving.saved.kinds and not saving.saved.skipped
+    (process,) = loaded.processes
+    assert not any(process.compiled.values()) and process.output == saving.processes[0].output  # the first losses
+    assert "**good, small, training, float32**" in make_table(Spec.parse("startup family=fake"), found)
 
 
 @pytest.mark.slow
