@@ -84,8 +84,10 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     ours, loss = case.impl == "zoo", None if training is None else training.loss_module
     compiled_parts = {artifacts: model} if loss is None else {artifacts: model, f"{artifacts}-loss": loss}
+    # The process that saves does not capture: its optimizer is one that could be, so that its kernels are in the folder.
+    trains = replace(case, cuda_graph=ours and device != "cpu")
     with phase("harness"):
-        trainer = None if training is None else strategies.Trainer(case, prepared)
+        trainer = None if training is None else strategies.Trainer(trains, prepared)
     files = cache_contents()
     with strategies.execution_mode(case):
         call = model
