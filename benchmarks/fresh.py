@@ -84,7 +84,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     ours, loss = case.impl == "zoo", None if training is None else training.loss_module
     compiled_parts = {artifacts: model} if loss is None else {artifacts: model, f"{artifacts}-loss": loss}
-    # The process that saves does not capture: its optimizer is one that could be, so that its kernels are in the folder.
+    # The process that saves captures nothing. All have the optimizer of a captured step, so that its kernels are saved.
     trains = replace(case, cuda_graph=ours and device != "cpu")
     with phase("harness"):
         trainer = None if training is None else strategies.Trainer(trains, prepared)
