@@ -136,6 +136,8 @@ def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
         converted = zoo.from_upstream(base)
         assert set(converted.state_dict()) == set(zoo.create("unet-debug", **_fields(converted)).state_dict())
         pipe.unet = converted
+        with pytest.raises(NotImplementedError, match=r"pipe.unet = zoo.to_upstream\(pipe.unet\)"):
+            pipe.load_lora_weights(with_first, adapter_name="third")
         np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
         assert np.abs(expected - plain).max() > 1e-2
         pipe.unet = base

@@ -14,7 +14,7 @@ values, E width of the embedded timestep, S channels of all shifts, X width of t
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -197,6 +197,13 @@ class UNet(nn.Module):
     def add_embedding(self) -> Embedding | None:
         """What embeds the pooled condition and sizes; pipelines ask for its width."""
         return self.conditions.add_embedding
+
+    def load_lora_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused by a NotImplementedError; ``pipe.load_lora_weights`` calls it."""
+        raise NotImplementedError(
+            "LoRA weights are merged when a UNet is converted: put diffusers' back by "
+            "pipe.unet = zoo.to_upstream(pipe.unet), load them, then convert it with zoo.from_upstream"
+        )
 
     def forward(
         self, sample: Tensor, timestep: Tensor | float | int | TimeShifts,
