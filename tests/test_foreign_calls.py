@@ -525,13 +525,12 @@ def test_warm_up_takes_arguments_as_torch_export_does() -> None:
     with torch.no_grad():
         assert zoo.warm_up(model, args=(x,), kwargs={"scale": 2.0}).graphs == 1
         assert zoo.warm_up(model, args=(x,)).graphs == zoo.warm_up(model, kwargs={"x": x}).graphs == 0
-        with pytest.warns(DeprecationWarning, match=r"write zoo\.warm_up\(model, \*\*inputs\)"):
-            assert zoo.warm_up(model, {"x": x}).graphs == 0
         with pytest.raises(TypeError, match="args is a Tensor, expected a tuple of arguments"):
             zoo.warm_up(model, args=x)
-        with pytest.raises(Exception, match="tuple") as refused:
-            zoo.warm_up(model, (x,))
-    assert "zoo.warm_up(model, *args)" in refused.value.__notes__[-1]
+        for inputs, remedy in (((x,), "(model, *inputs)"), ({"x": x}, "(model, **inputs)")):
+            with pytest.raises(zoo.RegionError) as refused:
+                zoo.warm_up(model, inputs)
+            assert refused.value.__notes__[-1].endswith(remedy)
 
 
 class Keyed(Sequence):

@@ -286,12 +286,7 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     parameters = inspect.signature(without_ddp(model).forward).parameters.values()
     names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-    by_name = args[0] if len(args) == 1 and isinstance(args[0], dict) else {}
-    if by_name and names.issuperset(by_name):
-        message = "zoo.warm_up(model, inputs) with a dict is deprecated: write zoo.warm_up(model, **inputs)"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        args, kwargs = (), {**by_name, **kwargs}
-    elif not args and kwargs and kwargs.keys() <= {"args", "kwargs"} - names:
+    if not args and kwargs and kwargs.keys() <= {"args", "kwargs"} - names:
         args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
     functions = bool(args) and not kwargs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
     calls = args if functions else [functools.partial(model, *args, **kwargs)]
@@ -317,8 +312,9 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
                     if model.training and torch.is_grad_enabled():
                         _run_backward(model, outputs)
         except Exception as error:
-            if len(args) == 1 and isinstance(args[0], tuple | list):
-                error.add_note("The model was given one tuple; to give it the items, write zoo.warm_up(model, *args)")
+            if len(args) == 1 and isinstance(args[0], dict | tuple | list):
+                stars = "**" if isinstance(args[0], dict) else "*"
+                error.add_note(f"zoo.warm_up takes a call's own arguments: zoo.warm_up(model, {stars}inputs)")
             raise
         finally:
             GRAPH_LOG.listeners.remove(note)
