@@ -1,5 +1,6 @@
 """Every kernel against float64."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zoo
 from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_softmax, edge_sum, kept
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.gnn import CSRGraph
@@ -243,6 +245,23 @@ def test_sums_with_features_of_the_rows_themselves(dtype, rows, size, monkeypatc
         values(7, dtype=dtype),
         factor=4,
     )
+    with torch.no_grad():
+        table[0, 0] = float("nan")
+        summed = functools.partial(mean_neighbours, table, graph, own="add", bias=values(7, dtype=dtype), channels=7)
+        assert torch.equal(summed(relu=True).nan_to_num(9.0), summed().relu().nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("kind", ["gcn-debug", "graphsage-debug"])
+def test_a_relu_is_part_of_the_kernel_before_it_unless_somebody_listens(kind: str) -> None:
+    model = zoo.create(kind).to(DEVICE).eval()
+    inputs = {name: each.to(DEVICE) for name, each in zoo.example_inputs(model).items()}
+    heard: list[Tensor] = []
+    with torch.no_grad():
+        found = model(**inputs)
+        for layer in model.layers[:-1]:
+            layer.epilogue.act.register_forward_hook(lambda module, given, out: heard.append(out))
+        torch.testing.assert_close(model(**inputs), found)
+    assert len(heard) == len(model.layers) - 1 and all((each >= 0).all() for each in heard)
 
 
 # --- draws ---

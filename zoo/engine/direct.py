@@ -31,6 +31,7 @@ _LIBRARY = {
     torch.bmm,
     torch.matmul,
     torch.addmm,
+    torch._addmm_activation,
     torch.baddbmm,
     operator.matmul,
     F.linear,

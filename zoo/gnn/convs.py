@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
-from zoo.ops.common import accumulation_dtype, kernels_run
+from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 from zoo.ops.csr import GraphTensors, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
@@ -100,13 +100,18 @@ class GCNConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out]."""
+    def forward(
+        self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
+        """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
+
+        ``relu`` comes last; without gradients the kernel before it does it.
+        """
         graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
-            return F.linear(sum_neighbours(x, graph), self.lin.weight, self.bias)
+            return _linear(sum_neighbours(x, graph), self.lin.weight, self.bias, relu)
         table = _product(x, self.lin.weight)
-        return sum_neighbours(table, graph, bias=self.bias, channels=self.lin.out_features)
+        return sum_neighbours(table, graph, bias=self.bias, channels=self.lin.out_features, relu=relu)
 
 
 class SAGEConv(_Conv):
@@ -142,20 +147,25 @@ class SAGEConv(_Conv):
             if linear is not None:
                 linear.reset_parameters()
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]."""
+    def forward(
+        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
+        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]. ``relu`` as for ``GCNConv``."""
         graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
         sources, root = x if isinstance(x, tuple) else (x, x)
         weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
         if self.in_one and isinstance(x, Tensor):
             assert self.lin_r is not None
-            weights = weight, self.lin_r.weight
+            weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
                 # With fewer rows than the features have, a product before the sum would compute all of them.
-                out = F.linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias)
+                out = _linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias, last)
             else:
-                out = aggregate(_product(x, *weights), graph, own="add", bias=bias, channels=weight.shape[0])
+                width = weight.shape[0]
+                out = aggregate(_product(x, *weights), graph, own="add", bias=bias, channels=width, relu=last)
+            if last:
+                return out
         else:
             if self.lin is not None:
                 sources = self.lin(sources).relu()
@@ -171,7 +181,8 @@ class SAGEConv(_Conv):
                 else:  # under autocast, which casts nothing for an in-place product
                     out = out + self.lin_r(root)
             out = _add(out, bias)
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        out = F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        return out.relu() if relu else out
 
 
 class GATConv(_Conv):
@@ -221,7 +232,9 @@ class GATConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
         of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
         assert of_sources is not None and of_own is not None
@@ -239,7 +252,8 @@ class GATConv(_Conv):
         out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
         if self.res is not None:
             out = out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own)
-        return _add(out, self.bias)
+        out = _add(out, self.bias)
+        return out.relu() if relu else out
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
@@ -258,6 +272,17 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
     if missing and x.shape[0] >= MANY_NODES and kernels_run(x):
         weights = tuple(F.pad(weight, (0, 0, 0, missing)) for weight in weights)
     return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """``F.linear``, and a relu that costs no pass over the result where no gradient is wanted."""
+    if (
+        relu and bias is not None and x.dtype == weight.dtype == bias.dtype and kernels_run(x, weight, bias)
+        and not differentiated(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
+    ):  # fmt: skip
+        return torch._addmm_activation(bias, x, weight.t())
+    out = F.linear(x, weight, bias)
+    return out.relu() if relu else out
 
 
 def _add(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from zoo import validate
 from zoo.engine.region import Region
 from zoo.gnn.convs import ACTIVATIONS, NORMS, GATConv, GCNConv, Graphs, SAGEConv, make
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
-from zoo.ops.common import accumulation_dtype
+from zoo.ops.common import accumulation_dtype, is_unmodified
 from zoo.ops.csr import GraphTensors
 
 
@@ -220,8 +220,19 @@ class GNNLayer(nn.Module):
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
             # The product would round it anyway; rounded here, the edges move half the bytes.
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self._ends_in_relu():
+            return self.conv(x, graph, relu=True)
         x = self.conv(x, graph)
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
+
+    def _ends_in_relu(self) -> bool:
+        """Whether the epilogue is a relu alone, and nobody listens to what the convolution or the relu returns."""
+        after = self.epilogue
+        if after is None or not is_unmodified(after, GNNEpilogue) or not is_unmodified(after.act, nn.ReLU):
+            return False
+        dropped = not after.dropout.training and is_unmodified(after.dropout, nn.Dropout)
+        nothing_else = is_unmodified(after.norm, nn.Identity) and (dropped or is_unmodified(after.dropout, nn.Identity))
+        return nothing_else and any(is_unmodified(self.conv, cls) for cls, _ in _CONVS.values())
 
 
 # A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.

@@ -153,21 +153,24 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
 
 
 def sum_neighbours(
-    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None
-) -> Tensor:
+    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
+    relu: bool = False,
+) -> Tensor:  # fmt: skip
     """Sum over incoming edges, times the graph's weights if it has any, plus bias [C]: x [S, W] -> [D, C].
 
     C is ``channels`` if columns follow in x that are padding, else W. With ``own="add"``, x [S, 2 W] holds what
     neighbours give beside what each node keeps, and the second half of each destination's own row (the source of the
-    same number) is added. With ``own="concat"`` the destination's row is put beside its sum: [D, 2 C]. A RuntimeError
-    if kernels run, gradients are wanted and the graph has no transpose.
+    same number) is added. With ``own="concat"`` the destination's row is put beside its sum: [D, 2 C]. ``relu``,
+    which is not for the latter, comes last. A RuntimeError if kernels run, gradients are wanted and the graph has no
+    transpose.
     """
-    return _csr_sum(x, graph, graph.weight, None, bias, own, channels)
+    return _csr_sum(x, graph, graph.weight, None, bias, own, channels, relu)
 
 
 def mean_neighbours(
-    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None
-) -> Tensor:
+    x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
+    relu: bool = False,
+) -> Tensor:  # fmt: skip
     """Mean over incoming edges, zero where there are none; as ``sum_neighbours``. Needs ``inverse_degree``."""
     if graph.inverse_degree is None:
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
@@ -175,22 +178,24 @@ def mean_neighbours(
     if x.dtype == torch.float64 != scale.dtype:
         # A sampled batch has them in float32, whatever its model.
         scale = graph.rowptr.diff().clamp(min=1).to(x.dtype).reciprocal()
-    return _csr_sum(x, graph, None, scale, bias, own, channels)
+    return _csr_sum(x, graph, None, scale, bias, own, channels, relu)
 
 
 def _csr_sum(
     x: Tensor, graph: GraphTensors, weight: Tensor | None, scale: Tensor | None, bias: Tensor | None, own: Own,
-    channels: int | None,
+    channels: int | None, relu: bool,
 ) -> Tensor:  # fmt: skip
+    assert not (relu and own == "concat"), "what lies beside the sums is no result yet"
     width = x.shape[1] // 2 if own == "add" else x.shape[1]
     channels = width if channels is None else channels
     if kernels_run(x, weight, scale, bias):
         rows = rows_of(graph)
         if not differentiated(x, weight, bias):
-            return kernels.csr.csr_sum(x, rows, weight, None, scale, bias, own, channels)
+            return kernels.csr.csr_sum(x, rows, weight, None, scale, bias, own, channels, relu)
         columns = columns_of(graph)
         t_weight = None if weight is None or graph.transpose is None else graph.transpose.weight
-        return _CsrSum.apply(x, weight, bias, scale, own, channels, t_weight, graph.destination, *rows, *columns)
+        total = _CsrSum.apply(x, weight, bias, scale, own, channels, t_weight, graph.destination, *rows, *columns)
+        return total.relu() if relu else total
     dtype, number = accumulation_dtype(x.dtype), graph.rowptr.shape[0] - 1
     total = edge_sum(x[:, :channels].to(dtype), graph, None if weight is None else weight.to(dtype))
     if scale is not None:
@@ -200,6 +205,8 @@ def _csr_sum(
     if bias is not None:
         total = total + bias
     total = total.to(x.dtype)
+    if relu:
+        return total.relu()
     return torch.cat([total, x[:number]], dim=1) if own == "concat" else total
 
 

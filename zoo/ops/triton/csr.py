@@ -116,7 +116,7 @@ def merge_grid(long_rows: Tensor, channels: int, tile: dict[str, int]) -> tuple[
 @triton.jit
 def _finish(
     result, row, whole, column, row_scale, bias, x, own_rows, out, CHANNELS: tl.constexpr, READABLE: tl.constexpr,
-    STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
+    STRIDE: tl.constexpr, OWN: tl.constexpr, RELU: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
     mask = whole[:, None] & (column < CHANNELS)[None, :]
@@ -132,6 +132,8 @@ def _finish(
             tl.store(out + place + CHANNELS, own.to(out.dtype.element_ty), mask=mask)
     if bias is not None:
         result += tl.load(bias + column, mask=column < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    if RELU:
+        result = tl.where(result < 0, 0.0, result)  # NaN stays
     tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -139,7 +141,8 @@ def _finish(
 def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial, rows, num_chunks, chunk_size,
     own_rows, CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
-    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
+    RELU: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -170,15 +173,15 @@ def _csr_sum(
             tl.store(partial + program * CHANNELS + column, tl.sum(result, 0), mask=inside)
     _finish(
         result, written(program, slot, num_chunks, ROWS), whole, column, row_scale, bias, x, own_rows, out,
-        CHANNELS, READABLE, STRIDE, OWN, OUT_STRIDE, OUT_COLUMN,
+        CHANNELS, READABLE, STRIDE, OWN, RELU, OUT_STRIDE, OUT_COLUMN,
     )  # fmt: skip
 
 
 @kernel(do_not_specialize=["num_rows", "own_rows"])
 def _merge_sums(
     partial, long_rows, row_scale, bias, x, out, num_rows, own_rows,
-    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, RELU: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -195,7 +198,7 @@ def _merge_sums(
         result = tl.sum(total, 0)[None, :]
         _finish(
             result, row + tl.zeros([1], tl.int64), tl.full([1], True, tl.int1), column,
-            row_scale, bias, x, own_rows, out, CHANNELS, READABLE, STRIDE, OWN, OUT_STRIDE, OUT_COLUMN,
+            row_scale, bias, x, own_rows, out, CHANNELS, READABLE, STRIDE, OWN, RELU, OUT_STRIDE, OUT_COLUMN,
         )  # fmt: skip
         number += tl.num_programs(0)
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
@@ -204,13 +207,14 @@ def _merge_sums(
 def csr_sum(
     x: Tensor, rows: Rows, weight: Tensor | None = None, gather_scale: Tensor | None = None,
     row_scale: Tensor | None = None, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
-    out: Tensor | None = None, out_column: int = 0,
+    relu: bool = False, out: Tensor | None = None, out_column: int = 0,
 ) -> Tensor:  # fmt: skip
     """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
     Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="add"`` x is [S, 2 W] and its
     second half is added to the sums; with ``own="concat"`` x is put beside them: [R, 2 C]. Rows that x has not are
     zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
+    ``relu`` comes last; what lies beside is left as it is.
     """
     x, number = x.contiguous(), rows.limits[0]
     readable = x.shape[1] // 2 if own == "add" else x.shape[1]
@@ -223,11 +227,11 @@ def csr_sum(
     partial = partial_of(rows, x, channels)
     _csr_sum[grid_of(rows, channels, blocks)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial, *rows.limits,
-        x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], OUT_STRIDE=out.shape[1],
-        OUT_COLUMN=out_column, **blocks,
+        x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], RELU=relu,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks,
     )  # fmt: skip
     if partial is not None:
-        merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable)
+        merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable, relu)
     return out
 
 
@@ -236,7 +240,7 @@ _OWN = {None: 0, "add": 1, "concat": 2}
 
 def merge_sums(
     partial: Tensor, rows: Rows, out: Tensor, out_column: int = 0, row_scale: Tensor | None = None,
-    bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0,
+    bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0, relu: bool = False,
 ) -> None:  # fmt: skip
     """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
     assert rows.long_rows is not None
@@ -244,7 +248,7 @@ def merge_sums(
     own_rows, stride = (0, 0) if x is None else x.shape
     _merge_sums[merge_grid(rows.long_rows, channels, tile)](
         partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows, CHANNELS=channels,
-        READABLE=readable, STRIDE=stride, OWN=own, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **tile,
+        READABLE=readable, STRIDE=stride, OWN=own, RELU=relu, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **tile,
     )  # fmt: skip
 
 
