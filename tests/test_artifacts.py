@@ -22,6 +22,7 @@ import zoo
 from zoo.__main__ import main
 from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.traced import Traced
+from zoo.llm import Session
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -209,6 +210,10 @@ def poison(folder: Path) -> None:
         (lambda folder: edit(folder, fingerprint={"device": ["GPU"]}), "device was .*GPU.*, is "),
         (lambda folder: edit(folder, fingerprint={"zoo's sources": "0"}), "zoo's sources was 0, is "),
         (lambda folder: edit(folder, fingerprint={"config": "four"}), "config was four, is three"),
+        (
+            lambda folder: edit(folder, fingerprint={"environment": {"TRITON_INTERPRET": "7"}}),
+            "environment's TRITON_INTERPRET was",
+        ),
         (lambda folder: edit(folder, sources={"tests.test_artifacts": "0"}), "tests.test_artifacts has changed"),
         (cut, "000-Shifted.bin is not what was written"),
         (poison, "000-Shifted.bin is not what was written"),
@@ -254,6 +259,9 @@ def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path)
     zoo.save_compiled(model, tmp_path / "unsigned")
     with pytest.raises(zoo.ArtifactError, match="not signed"):
         loaded(tmp_path / "unsigned", key="secret")
+    for act in (lambda: loaded(folder, key=""), lambda: zoo.save_compiled(model, tmp_path / "open", key=b"")):
+        with pytest.raises(ValueError, match="key is empty"):
+            act()
 
 
 class Placed(nn.Module):
@@ -416,3 +424,19 @@ def test_the_command_compiles_and_tells(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["info", str(tmp_path)]) == 1 and "no index" in capsys.readouterr().err
     assert main(["compile", "gcn-debug", "--input", "nodes=16", "--out", folder]) == 1
     assert "no size 'nodes'" in capsys.readouterr().err
+    for name, option, words in (
+        ("llm-debug", ["--input", "decode=1", "--out", folder], "decode=1: expected rows and slots"),
+        ("llm-debug", ["--out", str(tmp_path)], "is not a folder of compiled regions"),
+        ("llm-debug", ["--device", "cuda", "--out", folder], "torch finds no usable GPU here"),
+    ):
+        assert main(["compile", name, *option]) == 1 and words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_compiles_what_a_session_calls(tmp_path: Path) -> None:
+    folder = str(tmp_path / "compiled")
+    assert main(["compile", "llm-debug", "--input", "decode=1x16", "--out", folder]) == 0
+    model = zoo.load_compiled(zoo.create("llm-debug"), folder, strict=True)
+    before = graphs()
+    Session(model, 1, 16).generate([[1, 2, 3]], max_new_tokens=4)
+    assert graphs() == before + 1  # the prompt's, which was not compiled

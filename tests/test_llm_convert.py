@@ -39,6 +39,8 @@ def test_tokens_are_kept() -> None:
     assert zoo.to_upstream(zoo.from_upstream(theirs)).config.eos_token_id == [2, 5]
     assert convert(reference.make("llama", eos_token_id=7)).config.eos_token_id == (7,)
     assert convert(reference.make("llama")).config.eos_token_id == ()
+    theirs.generation_config.eos_token_id = 4  # which their generate stops at
+    assert zoo.from_upstream(theirs).config.eos_token_id == (4,)
 
 
 def test_published_frequencies_of_llama() -> None:
@@ -72,6 +74,9 @@ def test_a_preset_takes_a_folder_that_agrees_but_for_overrides(tmp_path: Path) -
     assert model.rotary.table.shape == (64, 16) and load(tmp_path).rotary.table.dtype is torch.float32
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 9]}))
+    assert zoo.create(PRESET, weights=tmp_path).config.eos_token_id == load(tmp_path).config.eos_token_id == (5, 9)
+    assert zoo.create(PRESET, weights=tmp_path, eos_token_id=(3,)).config.eos_token_id == (3,)
     (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(ValueError, match=r"config.json has rms_norm_eps=0.001, the preset 1e-05"):
         zoo.create(PRESET, weights=tmp_path)

@@ -99,7 +99,7 @@ def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, mo
     step.load(tmp_path)
 
 
-@pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "a few bytes", "the beginning"])
+@pytest.mark.parametrize("kept", [0, 10, 500, -1], ids=["nothing", "a few bytes", "the beginning", "all but a byte"])
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
 def test_a_file_that_was_cut_off_is_named_and_changes_nothing(name: str, kept: int, tmp_path: Path):
     step, _ = make("cpu", "adamw")

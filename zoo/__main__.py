@@ -10,13 +10,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import zoo
 from zoo import advise
-from zoo.engine.artifacts import read_index
+from zoo.engine.artifacts import check_target, read_index
 from zoo.registry import families
 
 
@@ -61,12 +62,16 @@ def _list(given: argparse.Namespace) -> None:
 
 
 def _compile(given: argparse.Namespace) -> None:
+    check_target(Path(given.out))
+    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {given.device}: torch finds no usable GPU here; use --device cpu")
     config = {name: _value(value) for name, value in map(_pair, given.set)}
     model = zoo.create(given.name, device=given.device, dtype=getattr(torch, given.dtype), **config).train(given.train)
     zoo.compile_regions(model)
     for text in given.input or [""]:
+        inputs = _inputs(model, text)  # outside inference mode: tensors that it makes are of a kind of their own
         with torch.inference_mode(not given.train):
-            print(zoo.warm_up(model, **_inputs(model, text)))
+            print(zoo.warm_up(model, **inputs))
     print(zoo.save_compiled(model, given.out))
 
 
@@ -76,7 +81,10 @@ def _inputs(model: Any, text: str) -> dict[str, Any]:
         return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes.items()})
     if not hasattr(model, "make_cache"):
         raise ValueError(f"decode={decode} is for language models, not for a {type(model).__name__}")
-    batch, slots = map(int, decode.split("x"))
+    try:
+        batch, slots = map(int, decode.split("x"))
+    except ValueError:
+        raise ValueError(f"--input decode={decode}: expected rows and slots of the cache, as decode=1x1024") from None
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     return {"input_ids": tokens, "position_ids": tokens + slots // 2, "cache": model.make_cache(batch, slots)}
 

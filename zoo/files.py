@@ -6,6 +6,7 @@ What conversion needs of an upstream library is imported here, when it is first 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import pickle
@@ -92,8 +93,10 @@ def reading(file: Path, remedy: str) -> Iterator[None]:
 
     try:
         yield
-    except (EOFError, RuntimeError, SafetensorError) as error:
+    except (EOFError, OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+            raise
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks past the end of what is cut off
             raise
         said = (str(error) or type(error).__name__).partition(". ")[0]
         raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error

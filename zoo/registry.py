@@ -113,7 +113,7 @@ def create(
                 torch.set_default_dtype(before)
         path = family.weights.locate(name, weights)
         if path.is_dir():
-            family.weights.check_folder(path, config, overrides)
+            config = family.weights.config_for(path, config, overrides)
         dtype = dtype or torch.get_default_dtype()
         return family.weights.read(path, config, str(weights), device=device, dtype=dtype)
 

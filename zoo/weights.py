@@ -69,6 +69,7 @@ class WeightMap(Generic[Model]):
     write_config: Callable[[Any, torch.dtype, Path], None] | None = None  # writes their config.json into a folder
     stem: str = "model"  # of the files with weights
     use_fields: tuple[str, ...] = ()  # fields of the config in which a folder may differ from a preset
+    folder_fields: tuple[str, ...] = ()  # those of them that the folder decides
     # (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
     find: Callable[[str, Any], Path | None] | None = None
 
@@ -187,18 +188,23 @@ class WeightMap(Generic[Model]):
         """The file or folder that a user's ``weights`` mean; FileNotFoundError if a path does not exist."""
         return (None if self.find is None else self.find(preset, source)) or locate(source)
 
-    def check_folder(self, folder: Path, config: Any, overridden: Collection[str]) -> None:
-        """ValueError if a folder's ``config.json`` has another architecture, apart from overridden fields."""
-        if self.read_config is not None and (folder / "config.json").exists():
-            free = {*overridden, *self.use_fields}
-            stored = self.read_config(folder)
-            for field in dataclasses.fields(config):
-                theirs, ours = getattr(stored, field.name), getattr(config, field.name)
-                if theirs != ours and field.name not in free:
-                    raise ValueError(
-                        f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting "
-                        f"preset, override {field.name}, or let zoo.{self.name}.load(folder) read the config"
-                    )
+    def config_for(self, folder: Path, config: Any, overridden: Collection[str]) -> Any:
+        """A preset's config with the ``folder_fields`` of a folder's config that are not overridden.
+
+        ValueError if the folder has another architecture, apart from overridden fields.
+        """
+        if self.read_config is None or not (folder / "config.json").exists():
+            return config
+        stored = self.read_config(folder)
+        for field in dataclasses.fields(config):
+            theirs, ours = getattr(stored, field.name), getattr(config, field.name)
+            if theirs != ours and field.name not in {*overridden, *self.use_fields}:
+                raise ValueError(
+                    f"{folder}: config.json has {field.name}={theirs!r}, the preset {ours!r}; take the fitting "
+                    f"preset, override {field.name}, or let zoo.{self.name}.load(folder) read the config"
+                )
+        taken = {name: getattr(stored, name) for name in self.folder_fields if name not in overridden}
+        return dataclasses.replace(config, **taken)
 
     def places(self, model: Any) -> dict[str, Placement]:
         """Where each tensor of an upstream checkpoint goes in a model; ValueError if the table misses rows of one."""

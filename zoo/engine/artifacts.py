@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import hmac
@@ -68,15 +69,16 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
         What was saved, and what could not be with the reason; printable.
 
     Raises:
-        ValueError: If the model has no compiled regions, none of them has run, or ``path`` is something else.
+        ValueError: If the model has no compiled regions, none of them has run, ``path`` is something else, or the key
+            is empty.
         OSError: If the folder cannot be written.
     """
     plan = plan_of(model)
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
     path = Path(path)
-    if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
+    check_target(path)
+    _check_key(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = SavedRegions(path)
     partial = _beside(path)
@@ -124,6 +126,17 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
     return saved
 
 
+def check_target(path: Path) -> None:
+    """ValueError if something else than compiled regions lies where they are to be written."""
+    if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
+
+
+def _check_key(key: bytes | str | None) -> None:
+    if key is not None and not key:
+        raise ValueError("key is empty, as a variable of the environment that is not set; anybody could sign with it")
+
+
 def load_compiled(
     model: nn.Module, path: str | Path, *, key: bytes | str | None = None, strict: bool = False
 ) -> nn.Module:
@@ -147,7 +160,9 @@ def load_compiled(
 
     Raises:
         ArtifactError: If a key is given and the folder was not signed with it; if ``strict``, whatever does not fit.
+        ValueError: If the key is empty.
     """
+    _check_key(key)
     path = Path(path)
     problems: list[str] = []
     index = _read_index(path, key, problems)
@@ -279,8 +294,19 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What was otherwise when the folder was written, in words."""
     # Through JSON, which knows no tuples.
     there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
-    found = [f"{name} was {there.get(name)}, is {here[name]}" for name in here if there.get(name) != here[name]]
+    found: list[str] = []
+    for name, now in here.items():
+        before = there.get(name)
+        if isinstance(now, dict) and isinstance(before, dict):
+            changed = [key for key in now | before if now.get(key) != before.get(key)]
+            found += [f"{name}'s {key} was {before.get(key)}, is {now.get(key)}" for key in changed]
+        elif before != now:
+            found.append(f"{name} was {before}, is {now}")
     return found + [f"{name} has changed" for name, known in index["sources"].items() if _hash_of_module(name) != known]
+
+
+# Fields of transformers' configs that no block computes with.
+_UNREAD = {"architectures", "dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id"}
 
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -291,25 +317,29 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
     gpus = sorted({each.device.index or 0 for each in tensors if each.is_cuda})
     config: Any = getattr(model, "config", None)
     config = config.to_dict() if hasattr(config, "to_dict") else config
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = vars(config)
     if isinstance(config, Mapping):
         # Names with an underscore say where a library found the config.
-        config = {name: value for name, value in sorted(config.items()) if not name.startswith("_")}
+        named = {name: value for name, value in sorted(config.items()) if not name.startswith("_")}
+        config = {name: str(value) for name, value in named.items() if name not in _UNREAD}
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
-    on_cpu = [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton,
         "cuda": torch.version.cuda,
         "device": [torch.cuda.get_device_name(each) for each in gpus] or platform.machine(),
-        "capability": [list(torch.cuda.get_device_capability(each)) for each in gpus] or on_cpu,
+        "capability": [list(torch.cuda.get_device_capability(each)) for each in gpus]
+        or torch.backends.cpu.get_cpu_capability(),
+        "threads": None if gpus else torch.get_num_threads(),
         "zoo": __version__,
         "zoo's sources": _hash_of_zoo(),
         "model": _in_words(own_class(model)),
-        "config": None if config is None else str(config),
+        "config": config if config is None or isinstance(config, dict) else str(config),
         "weights": _kinds_of_weights(model),
         "dtypes": sorted({str(each.dtype) for each in tensors}),
         "environment": {name: os.environ.get(name) for name in ("ZOO_OWN_KERNELS", "TRITON_INTERPRET")},

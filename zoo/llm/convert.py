@@ -59,7 +59,8 @@ def config_of(module: nn.Module) -> LLMConfig:
     name = type(module).__name__
     if name not in _CLASSES.values() or type(module) is not getattr(upstream("transformers"), name):
         raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
-    return convert_config(module.config)
+    generation: Any = getattr(module, "generation_config", None)
+    return convert_config(module.config, generation)
 
 
 def skeleton(config: LLMConfig) -> nn.Module:
@@ -77,8 +78,11 @@ def reset_buffers(module: Any) -> None:
 
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
-    theirs = upstream("transformers").AutoConfig.from_pretrained(folder, local_files_only=True)
-    return dataclasses.replace(convert_config(theirs), **overrides)
+    transformers = upstream("transformers")
+    theirs, generation = transformers.AutoConfig.from_pretrained(folder, local_files_only=True), None
+    if (folder / "generation_config.json").exists():
+        generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return dataclasses.replace(convert_config(theirs, generation), **overrides)
 
 
 def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
@@ -88,8 +92,11 @@ def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
     made.save_pretrained(folder)
 
 
-def convert_config(theirs: Any) -> LLMConfig:
-    """A transformers config as the zoo's; ValueError if it has an option that the zoo does not support."""
+def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
+    """A transformers config as the zoo's; ValueError if it has an option that the zoo does not support.
+
+    Stop tokens are the generation config's, as for ``generate`` of transformers, or the config's where it has none.
+    """
     kind = theirs.model_type
     if kind not in _CLASSES:
         raise ValueError(f"model_type={kind!r} is not supported; the zoo has {', '.join(_CLASSES)}")
@@ -104,7 +111,8 @@ def convert_config(theirs: Any) -> LLMConfig:
     for option in {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ()):
         if getattr(theirs, option, False):
             _refuse(kind, option, True, "only queries, keys and values may have a bias, as in qwen2")
-    eos, window = theirs.eos_token_id, _window(kind, theirs)
+    eos, window = getattr(generation, "eos_token_id", None), _window(kind, theirs)
+    eos = theirs.eos_token_id if eos is None else eos
     shared = {name: getattr(theirs, name) for name in _SHARED}
     if shared["pad_token_id"] not in range(theirs.vocab_size):
         shared["pad_token_id"] = None  # some checkpoints have -1
@@ -176,6 +184,7 @@ WEIGHTS = WeightMap(
     name="llm", noun="a language model", classes=(LLM,), table=table, config_of=config_of, skeleton=skeleton,
     finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
     use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
+    folder_fields=("pad_token_id", "bos_token_id", "eos_token_id"),
 )  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load

@@ -348,6 +348,9 @@ class TrainingStep:
 def _check_options(
     model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
 ) -> None:
+    if not isinstance(optimizer, Optimizer):
+        what = type(optimizer).__name__
+        raise TypeError(f"optimizer is a {what}, expected one torch.optim.Optimizer; for several make a step of each")
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
     given = [param for group in optimizer.param_groups for param in group["params"]]
