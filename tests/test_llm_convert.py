@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import llm_reference as reference
+import peft
 import pytest
 import torch
 import transformers
@@ -41,6 +42,15 @@ def test_tokens_are_kept() -> None:
     assert convert(reference.make("llama")).config.eos_token_id == ()
     theirs.generation_config.eos_token_id = 4  # which their generate stops at
     assert zoo.from_upstream(theirs).config.eos_token_id == (4,)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_are_refused_with_what_merges_them() -> None:
+    adapted = peft.get_peft_model(reference.make("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for model in (adapted, adapted.base_model.model):
+        with pytest.raises((TypeError, ValueError), match=r"merge_and_unload\(\)"):
+            zoo.from_upstream(model)
+    assert isinstance(zoo.from_upstream(adapted.merge_and_unload()), LLM)
 
 
 def test_published_frequencies_of_llama() -> None:

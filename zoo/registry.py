@@ -136,6 +136,8 @@ def from_upstream(module: nn.Module) -> nn.Module:
         raise TypeError(f"module is a {type(module).__name__}, expected a model, such as the unet of a pipeline")
     if hasattr(module, "_orig_mod"):
         raise TypeError("module is a wrapper of torch.compile: pass the model that it wraps, its _orig_mod")
+    if hasattr(module, "merge_and_unload"):
+        raise TypeError(f"module is a {type(module).__name__} of peft: convert module.merge_and_unload()")
     if hooked := [name for name, each in module.named_modules() if has_library_hook(each)]:
         raise ValueError(
             f"{hooked[0] or type(module).__name__} has a hook of accelerate or diffusers (offloading, casting by "

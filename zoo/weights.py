@@ -79,6 +79,8 @@ class WeightMap(Generic[Model]):
         NotImplementedError if the module is of another class, ValueError if the zoo does not support an option of it.
         """
         model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
+        if any(".lora_" in key for key in tensors):
+            raise ValueError(f"{name} has LoRA weights beside its own: merge them first, by peft's merge_and_unload()")
         places = self.places(model)
         fill(model, tensors, places, device=_device_of(tensors), dtype=None, source=name)
         ours, trained = dict(model.named_parameters()), dict[str, bool]()
