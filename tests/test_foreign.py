@@ -13,7 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from blocks import Block, IndexedBlock, Sequence
 from diffusers import FirstBlockCacheConfig
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
 from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
@@ -113,6 +113,38 @@ def test_predictions_in_training_know_what_requires_a_gradient() -> None:
 class Place(enum.IntEnum):
     FIRST = 1
     SECOND = 2
+
+
+class Refining(nn.Module):
+    """Four blocks, and one that is called again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.core = Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for _ in range(5):
+            x = self.core(x)
+        return x
+
+
+class Core(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def test_a_report_says_that_a_call_told_its_regions() -> None:
+    model, x = Refining().eval(), torch.randn(2, 8)
+    said = "give zoo.compile_regions the same args= and kwargs="
+    assert said not in str(zoo.find_regions(model)) and said in str(zoo.find_regions(model, args=(x,)))
+    assert said not in str(zoo.find_regions(model, [Core], args=(x,)))
 
 
 def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when_a_call_shows_it() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import threading
 import types
@@ -266,8 +267,9 @@ class RegionCall:
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
         cls = own_class(self.module).__name__
-        leave = f"exclude=[{self._name!r}]" if self._name else "zoo.uncompile(model)"
-        remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False)]"
+        alike = re.sub(r"\b\d+\b", "*", self._name)  # what stops this block will stop those beside it
+        leave = f"exclude=[{alike!r}]" if self._name else "zoo.uncompile(model)"
+        remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
         if "NestedTensor" in str(error):
             remedy = "nn.TransformerEncoder makes no nested tensors with enable_nested_tensor=False"
         return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -92,6 +92,7 @@ class RegionReport:
     obstacles: tuple[Obstacle, ...]
     declared: bool
     why_none: str = ""
+    by_call: bool = False  # without the arguments of a call other regions are found
 
     @property
     def coverage(self) -> float:
@@ -125,6 +126,8 @@ class RegionReport:
             )
             lines += [f"    {len(names)} x {_abbreviate(names)}" for names in found.signatures]
             lines += [f"    differs: {difference}" for difference in found.differences]
+        if self.by_call:
+            lines.append("  This call told them: give zoo.compile_regions the same args= and kwargs=.")
         if self.obstacles:
             lines.append("  obstacles:")
             lines += [f"    - {obstacle}" for obstacle in self.obstacles]
@@ -163,7 +166,10 @@ def find_regions(
     model = without_ddp(model)
     example = given_example(args, kwargs, inputs)
     chosen, declared = resolve(model, regions, exclude, example), declares(model, regions)
-    return report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), example=example)
+    report = report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), example=example)
+    if declared or regions is not None or example is None:
+        return report
+    return replace(report, by_call=chosen.keys() != resolve(model, None, exclude).keys())
 
 
 def declares(model: nn.Module, regions: Sequence[Given] | None) -> bool:
