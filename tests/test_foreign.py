@@ -115,6 +115,16 @@ class Place(enum.IntEnum):
     SECOND = 2
 
 
+def test_a_block_with_a_hook_is_compiled_apart() -> None:
+    model, x = nn.Sequential(*(Core() for _ in range(4))).eval(), torch.randn(2, 8)
+    model[2].register_forward_hook(lambda module, given, out: out * 1.5)
+    assert zoo.find_regions(model).graphs == "2"
+    expected = model(x)
+    zoo.compile_regions(model, backend="eager")
+    with torch.no_grad(), zoo.enforce_budget(model):
+        torch.testing.assert_close(model(x), expected)
+
+
 class Refining(nn.Module):
     """Four blocks, and one that is called again and again."""
 

@@ -41,9 +41,18 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def structure(module: nn.Module) -> Hashable:
-    """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no Python attributes."""
-    tensors = _tensors(module, recurse=True)
-    return own_class(module), tensors, tuple((name, own_class(child)) for name, child in module.named_modules() if name)
+    """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices, and hooks; no attributes."""
+    children = tuple((name, own_class(child)) for name, child in module.named_modules() if name)
+    hooks = tuple((name, kind, id(hook)) for name, child in module.named_modules() for kind, hook in _hooks(child))
+    return own_class(module), _tensors(module, recurse=True), children, hooks
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """Functions that run with the module, of which Dynamo compiles each into code of its own; torch's run outside."""
+    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        for hook in vars(module)[kind].values():
+            if not str(getattr(hook, "__module__", "")).startswith("torch."):
+                yield kind, hook
 
 
 def own_structure(module: nn.Module) -> Hashable:
