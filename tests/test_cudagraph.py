@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,8 @@ def test_a_step_that_shows_no_tensor_is_refused_where_there_is_a_gpu(monkeypatch
     with pytest.raises(ValueError, match="nothing says which device it runs on; pass"):
         zoo.cuda_graph(lambda: hidden[0] + 1)
     # What cannot be copied in at all is said first: more arguments would not mend it.
+    with pytest.raises(TypeError, match="is a UserDict, which cannot be copied in; give it as a dict"):
+        zoo.cuda_graph(lambda batch: batch["x"], (UserDict(x=torch.ones(2)),))  # as transformers' BatchEncoding is
     with pytest.raises(TypeError, match="is a object, which cannot be copied in; name it in static="):
         zoo.cuda_graph(lambda given: hidden[0] + 1, (object(),))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ def check_leaves(leaves: Iterable[Any]) -> None:
                     f"input {describe([leaf])} is {leaf.layout}; only strided tensors are copied in: name it static="
                 )
         elif not is_constant(leaf):
-            raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; name it in static=")
+            remedy = "give it as a dict" if isinstance(leaf, Mapping) else "name it in static="
+            raise TypeError(f"an input is a {type(leaf).__name__}, which cannot be copied in; {remedy}")
 
 
 def make_buffer(leaf: Any) -> torch.Tensor | None:
