@@ -112,7 +112,7 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
             workload=workload,
             scratch=folder,
             monitor=Monitor(),
-            rounds=rounds or (10 if quick else 30),
+            rounds=rounds or (20 if quick else 30),
             quick=quick,
             ahead=min(cores(), 16 if options.get("steady_only") else 12),
             **options,

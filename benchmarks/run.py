@@ -43,7 +43,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder or .jsonl file; runs/<date-time> if omitted.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use one process per arm and fewer rounds.")] = False,
     steady_only: Annotated[bool, typer.Option("--steady-only", help="No compile times; arms start together.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 10 with --quick.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 20 with --quick.")] = None,
     curve: Annotated[int, typer.Option(help="Steps of each arm's loss curve; needs --workload train.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, generated inputs and the order of arms.")] = 0,
     parallel: Annotated[str, typer.Option(help="ddp, fsdp or tp: spread arms over the processes of torchrun.")] = "",
