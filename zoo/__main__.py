@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "each row over a cache",
     )  # fmt: skip
     compiles.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    compiles.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    compiles.add_argument("--device", help="left out: cuda if there is a GPU")
     compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
     compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
     compiles.add_argument("--out", required=True, metavar="DIR")
@@ -63,10 +63,9 @@ def _list(given: argparse.Namespace) -> None:
 
 def _compile(given: argparse.Namespace) -> None:
     check_target(Path(given.out))
-    if torch.device(given.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {given.device}: torch finds no usable GPU here; use --device cpu")
+    device = advise.device_of(given.device)
     config = {name: _value(value) for name, value in map(_pair, given.set)}
-    model = zoo.create(given.name, device=given.device, dtype=getattr(torch, given.dtype), **config).train(given.train)
+    model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)
     zoo.compile_regions(model)
     for text in given.input or [""]:
         inputs = _inputs(model, text)  # outside inference mode: tensors that it makes are of a kind of their own

@@ -636,15 +636,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=run)
 
 
+def device_of(given: str | None) -> str:
+    """The device that an option names, else a GPU if torch finds one; Refused if there is no such GPU."""
+    usable = torch.cuda.is_available()
+    if given and given.startswith("cuda") and not usable:
+        raise Refused(f"--device {given}: torch finds no usable GPU here; use --device cpu")
+    return given or ("cuda" if usable else "cpu")
+
+
 def run(given: argparse.Namespace) -> int:
     """Exit code: 0; 1 if nothing can be recommended; 2 on what cannot be measured; 130 when stopped by Ctrl-C."""
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:
         try:
             if given.calls < 1:
                 raise Refused(f"--calls is {given.calls}, expected at least 1")
-            if device == "cuda" and not torch.cuda.is_available():
-                raise Refused("--device cuda: torch finds no usable GPU here; use --device cpu")
+            device = device_of(given.device)
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="zoo-advise-", ignore_cleanup_errors=True))
             asked = Measurement(given.name, device, given.dtype, thorough=given.thorough, folder=Path(folder))
             stack.callback(asked.stop)

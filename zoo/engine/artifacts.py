@@ -321,8 +321,8 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         config = vars(config)
     if isinstance(config, Mapping):
         # Names with an underscore say where a library found the config.
-        named = {name: value for name, value in sorted(config.items()) if not name.startswith("_")}
-        config = {name: str(value) for name, value in named.items() if name not in _UNREAD}
+        read = {name for name in config if not name.startswith("_")} - _UNREAD
+        config = {name: str(config[name]) for name in sorted(read)}
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -339,7 +339,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "zoo": __version__,
         "zoo's sources": _hash_of_zoo(),
         "model": _in_words(own_class(model)),
-        "config": config if config is None or isinstance(config, dict) else str(config),
+        "config": config if isinstance(config, dict | None) else str(config),
         "weights": _kinds_of_weights(model),
         "dtypes": sorted({str(each.dtype) for each in tensors}),
         "environment": {name: os.environ.get(name) for name in ("ZOO_OWN_KERNELS", "TRITON_INTERPRET")},

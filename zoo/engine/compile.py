@@ -284,10 +284,11 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
     plan = plan_of(without_ddp(model))
     if plan is None:
         raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
-    parameters = inspect.signature(without_ddp(model).forward).parameters.values()
-    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-    if not args and kwargs and kwargs.keys() <= {"args", "kwargs"} - names:
-        args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
+    if not args and kwargs and kwargs.keys() <= {"args", "kwargs"}:
+        parameters = inspect.signature(without_ddp(model).forward).parameters.values()
+        names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        if names.isdisjoint(kwargs):
+            args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
     functions = bool(args) and not kwargs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
     calls = args if functions else [functools.partial(model, *args, **kwargs)]
     entries: list[Entry] = []

@@ -92,7 +92,7 @@ class RegionReport:
     obstacles: tuple[Obstacle, ...]
     declared: bool
     why_none: str = ""
-    by_call: bool = False  # without the arguments of a call other regions are found
+    by_call: bool = False  # whether other regions are found without the arguments of a call
 
     @property
     def coverage(self) -> float:
@@ -127,7 +127,7 @@ class RegionReport:
             lines += [f"    {len(names)} x {_abbreviate(names)}" for names in found.signatures]
             lines += [f"    differs: {difference}" for difference in found.differences]
         if self.by_call:
-            lines.append("  This call told them: give zoo.compile_regions the same args= and kwargs=.")
+            lines.append("  Only a call shows these regions: give zoo.compile_regions the same args= and kwargs=.")
         if self.obstacles:
             lines.append("  obstacles:")
             lines += [f"    - {obstacle}" for obstacle in self.obstacles]

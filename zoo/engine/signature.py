@@ -42,17 +42,16 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 def structure(module: nn.Module) -> Hashable:
     """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices, and hooks; no attributes."""
-    children = tuple((name, own_class(child)) for name, child in module.named_modules() if name)
-    hooks = tuple((name, kind, id(hook)) for name, child in module.named_modules() for kind, hook in _hooks(child))
-    return own_class(module), _tensors(module, recurse=True), children, hooks
+    parts = tuple((name, own_class(part), tuple(_hooks(part))) for name, part in module.named_modules())
+    return parts, _tensors(module, recurse=True)
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Functions that run with the module, of which Dynamo compiles each into code of its own; torch's run outside."""
+def _hooks(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """A module's hooks by identity, as Dynamo guards them; those of torch itself, as FSDP's, tell no blocks apart."""
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        for hook in vars(module)[kind].values():
+        for hook in getattr(module, kind).values():
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
-                yield kind, hook
+                yield kind, id(hook)
 
 
 def own_structure(module: nn.Module) -> Hashable:

@@ -105,7 +105,7 @@ class GCNConv(_Conv):
     ) -> Tensor:  # fmt: skip
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
 
-        ``relu`` comes last; without gradients the kernel before it does it.
+        ``relu`` comes last; where no gradient is recorded, the kernel before it applies it.
         """
         graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
@@ -235,7 +235,10 @@ class GATConv(_Conv):
     def forward(
         self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
     ) -> Tensor:  # fmt: skip
-        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...]."""
+        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...].
+
+        ``relu`` comes last.
+        """
         of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
         assert of_sources is not None and of_own is not None
         graph = self._tensors(graph, edge_weight, x, of_sources, of_own)

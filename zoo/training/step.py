@@ -78,6 +78,7 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
+        TypeError: If the optimizer is no ``torch.optim.Optimizer``.
         ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there is an
             obstacle.
     """
