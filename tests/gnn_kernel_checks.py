@@ -199,6 +199,19 @@ def test_attention_does_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [512, 8])
+@pytest.mark.parametrize(("heads", "channels"), [(3, 5), (2, 40), (64, 16)])  # of the last no program has all heads
+def test_bias_and_relu_of_attention_are_those_after_it(heads, channels, size, monkeypatch):
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
+    graph, table = hub().tensors, values(11, heads * (channels + 2))
+    for average in (False, True):
+        bias = values(channels if average else heads * channels)
+        plain = csr.attention(table, None, heads, graph, 0.2, average=average) + bias
+        for relu in (False, True):
+            found = csr.attention(table, None, heads, graph, 0.2, average=average, bias=bias, relu=relu)
+            torch.testing.assert_close(found, plain.relu() if relu else plain)
+
+
+@pytest.mark.parametrize("size", [512, 8])
 def test_attention_drops_the_same_edges_forward_and_backward(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     graph = hub().tensors
@@ -251,7 +264,7 @@ def test_sums_with_features_of_the_rows_themselves(dtype, rows, size, monkeypatc
         assert torch.equal(summed(relu=True).nan_to_num(9.0), summed().relu().nan_to_num(9.0))
 
 
-@pytest.mark.parametrize("kind", ["gcn-debug", "graphsage-debug"])
+@pytest.mark.parametrize("kind", ["gcn-debug", "graphsage-debug", "gat-debug"])
 def test_a_relu_is_part_of_the_kernel_before_it_unless_somebody_listens(kind: str) -> None:
     model = zoo.create(kind).to(DEVICE).eval()
     inputs = {name: each.to(DEVICE) for name, each in zoo.example_inputs(model).items()}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes
 from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
-from zoo.ops.csr import GraphTensors, attention, max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops.csr import GraphTensors, add_bias, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
 Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
@@ -180,7 +180,7 @@ class SAGEConv(_Conv):
                     out = out.addmm_(root, self.lin_r.weight.t())
                 else:  # under autocast, which casts nothing for an in-place product
                     out = out + self.lin_r(root)
-            out = _add(out, bias)
+            out = add_bias(out, bias)
         out = F.normalize(out, p=2.0, dim=-1) if self.normalize else out
         return out.relu() if relu else out
 
@@ -252,10 +252,14 @@ class GATConv(_Conv):
             table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
             a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
         dropout, heads = self.dropout if self.training else 0.0, self.att_src.shape[1]
-        out = attention(table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat)
-        if self.res is not None:
-            out = out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own)
-        out = _add(out, self.bias)
+        ends = self.res is None
+        out = attention(
+            table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat,
+            bias=self.bias if ends else None, relu=relu and ends,
+        )  # fmt: skip
+        if self.res is None:
+            return out
+        out = add_bias(out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own), self.bias)
         return out.relu() if relu else out
 
 
@@ -286,13 +290,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tenso
         return torch._addmm_activation(bias, x, weight.t())
     out = F.linear(x, weight, bias)
     return out.relu() if relu else out
-
-
-def _add(x: Tensor, bias: Tensor | None) -> Tensor:
-    if bias is None:
-        return x
-    # The compiler would fuse even a cast to the same dtype with the sum.
-    return x + (bias if bias.dtype == x.dtype else bias.to(x.dtype))
 
 
 class GraphBatchNorm(nn.BatchNorm1d):

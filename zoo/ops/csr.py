@@ -280,27 +280,40 @@ WIDEST_HEAD = 4096
 
 def attention(
     table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
-    average: bool = False,
+    average: bool = False, bias: Tensor | None = None, relu: bool = False,
 ) -> Tensor:  # fmt: skip
     """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
 
     The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
     destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
     probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero. A
-    RuntimeError if kernels run, gradients are wanted and the graph has no transpose.
+    bias, of the result's width, and ``relu`` come last. A RuntimeError if kernels run, gradients are wanted and the
+    graph has no transpose.
     """
     channels = table.shape[1] // heads - (2 if a_destination is None else 1)
-    if channels <= WIDEST_HEAD and kernels_run(table, a_destination):
+    if channels <= WIDEST_HEAD and kernels_run(table, a_destination, bias):
         # The seed is drawn on the device, so that each replay of a CUDA graph draws another.
         seed = torch.randint(2**62, (1,), device=table.device) if dropout > 0.0 else None
-        plan = heads, channels, average, slope
-        if differentiated(table, a_destination):
-            rows, columns = rows_of(graph), columns_of(graph)
-            assert graph.transpose is not None
-            order = graph.transpose.permutation
-            return _Attention.apply(table, a_destination, plan, seed, dropout, order, *rows, *columns)
-        return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows_of(graph))[0]
-    x, scores = table[:, : heads * channels].unflatten(1, (heads, channels)), table[:, heads * channels :]
+        plan, rows = (heads, channels, average, slope), rows_of(graph)
+        if not differentiated(table, a_destination, bias):
+            return kernels.csr_attention.gat(table, a_destination, *plan, seed, dropout, rows, bias, relu)[0]
+        columns = columns_of(graph)
+        assert graph.transpose is not None
+        order = graph.transpose.permutation
+        out = _Attention.apply(table, a_destination, plan, seed, dropout, order, *rows, *columns)
+    else:
+        out = _edge_attention(table, a_destination, heads, graph, slope, dropout, average)
+    out = add_bias(out, bias)
+    return out.relu() if relu else out
+
+
+def _edge_attention(
+    table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float,
+    average: bool,
+) -> Tensor:  # fmt: skip
+    """``attention`` by torch's operators, over tensors of E rows."""
+    width = table.shape[1] - heads * (2 if a_destination is None else 1)
+    x, scores = table[:, :width].unflatten(1, (heads, -1)), table[:, width:]
     own = scores[:, heads:] if a_destination is None else a_destination
     dtype = accumulation_dtype(table.dtype)
     own = F.pad(own[: graph.rowptr.shape[0] - 1].to(dtype), (0, 0, 0, 1))  # edges that are padding have a row too
@@ -313,6 +326,14 @@ def attention(
     share = F.dropout(share / total.index_select(0, graph.destination), dropout)
     sums = edge_sum(x.to(dtype), graph, share)
     return (sums.mean(1) if average else sums.flatten(1)).to(table.dtype)
+
+
+def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of x [..., C] and a bias [C], if there is one, in the dtype of x."""
+    if bias is None:
+        return x
+    # The compiler would fuse even a cast to the same dtype with the sum.
+    return x + (bias if bias.dtype == x.dtype else bias.to(x.dtype))
 
 
 class _Attention(torch.autograd.Function):

@@ -57,27 +57,36 @@ def _gather(
 
 
 @triton.jit
+def _store(out, place, lane, result, mask, bias, RELU: tl.constexpr):
+    """Add the bias [lanes], if there is one, and write."""
+    if bias is not None:
+        result += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        result = tl.where(result < 0, 0.0, result)  # NaN stays
+    tl.store(out + place + lane, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _write(
-    out, row, result, in_row, head, column,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
+    out, row, result, in_row, head, column, HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr,
+    AVERAGE: tl.constexpr = False, bias=None, RELU: tl.constexpr = False,
 ):  # fmt: skip
     """Some columns of every head of one row, [heads, columns], or their mean over heads."""
     if AVERAGE:
-        mean = tl.sum(result, 0) / HEADS
         mask = column < tl.max(tl.where(in_row, CHANNELS, 0), 0)
-        tl.store(out + row * STRIDE + column, mean.to(out.dtype.element_ty), mask=mask)
+        _store(out, row * STRIDE, column, tl.sum(result, 0) / HEADS, mask, bias, RELU)
     else:
         lane = (head * CHANNELS)[:, None] + column[None, :]
         mask = in_row[:, None] & (column < CHANNELS)[None, :]
-        tl.store(out + row * STRIDE + lane, result.to(out.dtype.element_ty), mask=mask)
+        _store(out, row * STRIDE, lane, result, mask, bias, RELU)
 
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
-    table, a_destination, index, pointers, seed, chunks, out, lse, partial, partial_stats,
+    table, a_destination, index, pointers, seed, bias, chunks, out, lse, partial, partial_stats,
     rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr, keep_scale: tl.constexpr,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
-    EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    RELU: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
@@ -123,9 +132,9 @@ def _gat(
     if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
         if piece:
             inside = head < HEADS
-            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS)
             if TAIL > 0:
-                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
+                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS)
             stats = partial_stats + (item * HEADS + head) * 2
             tl.store(stats, greatest, mask=inside)
             tl.store(stats + 1, exponents, mask=inside)
@@ -133,17 +142,18 @@ def _gat(
     row = written(item, 0, num_chunks, 1)
     exponents = tl.where(isolated, 1.0, exponents)
     greatest = tl.where(isolated, 0.0, greatest)
-    _write(out, row, result / exponents[:, None], in_whole, head, column, HEADS, CHANNELS, OUT_STRIDE, AVERAGE)
+    result = result / exponents[:, None]
+    _write(out, row, result, in_whole, head, column, HEADS, CHANNELS, OUT_STRIDE, AVERAGE, bias, RELU)
     if TAIL > 0:
         result_rest = result_rest / exponents[:, None]
-        _write(out, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, OUT_STRIDE, AVERAGE)
+        _write(out, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, OUT_STRIDE, AVERAGE, bias, RELU)
     tl.store(lse + row * HEADS + head, greatest + tl.log(exponents), mask=in_whole)
 
 
 @kernel(do_not_specialize=["num_rows"])
 def _merge_attention(
-    partial, partial_stats, long_rows, out, lse, num_rows,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, AVERAGE: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    partial, partial_stats, long_rows, bias, out, lse, num_rows, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
+    AVERAGE: tl.constexpr, RELU: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
@@ -177,12 +187,11 @@ def _merge_attention(
             if AVERAGE:
                 mean += result / HEADS
             else:
-                place = (row * HEADS + head) * CHANNELS + column
-                tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
+                _store(out, row * HEADS * CHANNELS, head * CHANNELS + column, result, inside, bias, RELU)
             value = greatest + tl.log(sum_of_exponents)
             tl.store(lse + row * HEADS + head, value, mask=tl.program_id(1) == 0)
         if AVERAGE:
-            tl.store(out + row * CHANNELS + column, mean.to(out.dtype.element_ty), mask=inside)
+            _store(out, row * CHANNELS, column, mean, inside, bias, RELU)
         number += tl.num_programs(0)
         row = tl.load(long_rows + number * 3, mask=number < num_rows, other=-1)
 
@@ -237,16 +246,16 @@ def _gat_backward(
             total_rest += share[:, :, None] * value_rest
     result = tl.sum(total, 0)
     row = written(item, 0, num_chunks, 1)
-    _write(grad_table, row, result, in_whole, head, column, HEADS, CHANNELS, STRIDE, False)
+    _write(grad_table, row, result, in_whole, head, column, HEADS, CHANNELS, STRIDE)
     if TAIL > 0:
         result_rest = tl.sum(total_rest, 0)
-        _write(grad_table, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, STRIDE, False)
+        _write(grad_table, row, result_rest, in_whole, head, rest, HEADS, CHANNELS, STRIDE)
     if chunks is not None:  # noqa: SIM102 (whose programs are one or the other at run time)
         if piece:
             inside = head < HEADS
-            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS, False)
+            _write(partial, item, result, inside, head, column, HEADS, CHANNELS, HEADS * CHANNELS)
             if TAIL > 0:
-                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS, False)
+                _write(partial, item, result_rest, inside, head, rest, HEADS, CHANNELS, HEADS * CHANNELS)
 
 
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
@@ -306,30 +315,36 @@ def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
 
 def gat(
     table: Tensor, a_destination: Tensor | None, heads: int, channels: int, average: bool, slope: float,
-    seed: Tensor | None, dropout: float, rows: Rows,
+    seed: Tensor | None, dropout: float, rows: Rows, bias: Tensor | None = None, relu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H]."""
+    """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H].
+
+    A bias, of the result's width, and a relu come last.
+    """
     table, a_destination = table.contiguous(), None if a_destination is None else a_destination.contiguous()
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
     average_here = average and tile["HEAD_BLOCK"] >= heads
     width = channels if average_here else heads * channels
+    last = (bias, relu) if average_here or not average else (None, False)
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
         partial, stats = csr.partial_of(rows, table, heads * channels), csr.partial_of(rows, table, heads, 2)
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
-            table, a_destination, rows.nodes, rows.pointers, seed, rows.chunks, out, lse, partial, stats, *rows.limits,
-            slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0,
-            HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, **tile,
+            table, a_destination, rows.nodes, rows.pointers, seed, last[0], rows.chunks, out, lse, partial, stats,
+            *rows.limits, slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, HEADS=heads,
+            CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, RELU=last[1], **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             merged = csr.merge_tile(channels)
             _merge_attention[(*csr.merge_grid(rows.long_rows, channels, merged), 1 if average_here else heads)](
-                partial, stats, rows.long_rows, out, lse, rows.long_rows.shape[0],
-                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, **merged,
+                partial, stats, rows.long_rows, last[0], out, lse, rows.long_rows.shape[0],
+                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, RELU=last[1], **merged,
             )  # fmt: skip
     if average and not average_here:
         out = out.view(number, heads, channels).mean(1)
+        out = out if bias is None else out + bias
+        out = out.relu() if relu else out
     return out, lse
 
 
