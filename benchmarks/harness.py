@@ -193,8 +193,8 @@ def race(
 ) -> None:
     """In every round each arm works once, alone, in an order drawn for that round.
 
-    Before the rounds each arm measures once how many calls fill a turn and how long a call keeps the host busy. An arm
-    that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are appended,
+    Before the rounds each arm measures once how many calls fill a turn. An arm that fails drops out with its reason;
+    the others go on. Samples of the arm that is in several groups are appended,
     under round numbers from ``first_round`` on, so that groups do not mix.
     """
     draw = random.Random(seed)
@@ -202,8 +202,7 @@ def race(
         with failures_of(arm):
             if arm.ok:
                 arm.calls = arm.ask("calibrate")["calls"]
-                steady = arm.result.steady = arm.result.steady or Steady()
-                steady.host_ms = arm.ask("host")["host_ms"]
+                arm.result.steady = arm.result.steady or Steady()
     for number in range(rounds):
         order = [arm for arm in arms if arm.ok]
         draw.shuffle(order)
@@ -221,9 +220,9 @@ def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:
     steady.calls_per_round = arm.calls
     steady.rounds.append(number)
     steady.wall_ms.append(timed["wall_ms"])
-    known = ((steady.device_ms, timed["device_ms"]), (steady.sm_clock_mhz, clock), (steady.power_w, power))
-    for samples, value in known:
-        samples += [] if value is None else [value]
+    known = {"device_ms": timed["device_ms"], "host_ms": timed["host_ms"], "sm_clock_mhz": clock, "power_w": power}
+    for name, value in known.items():
+        getattr(steady, name).extend([] if value is None else [value])
 
 
 def _count(arm: ArmRun) -> None:

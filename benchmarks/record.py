@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from benchmarks.cli import UsageError
 from benchmarks.plan import Case
@@ -64,18 +64,23 @@ class Compile:
         return sum(known) if known else None
 
 
+def _samples(value: Any) -> Any:
+    """Samples of a row; an older one has a single figure or None."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 @dataclass(kw_only=True)
 class Steady:
-    """Steady state, raced. Milliseconds a call; one sample a round, but for ``host_ms``."""
+    """Steady state, raced. Milliseconds a call; one sample a round."""
 
     device_ms: list[float] = field(default_factory=list)  # by device events; empty on a CPU
     wall_ms: list[float] = field(default_factory=list)
+    # Time from a call with the device's queue empty to its return, a median a round; empty on a CPU.
+    host_ms: Annotated[list[float], BeforeValidator(_samples)] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)  # the round number of each sample, for pairing across arms
     calls_per_round: int = 0
     sm_clock_mhz: list[float] = field(default_factory=list)
     power_w: list[float] = field(default_factory=list)
-    # Median time from a call with the device's queue empty to its return; None on a CPU, and in older rows.
-    host_ms: float | None = None
 
     @property
     def samples(self) -> list[float]:

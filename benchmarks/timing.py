@@ -18,9 +18,8 @@ from benchmarks.record import Kernel
 
 ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
 _NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
-# Unmeasured calls before a round, as long as the round: another process had the device, the caches and the clocks.
+# Calls before a round, as long as the round: another process had the device, the caches and the clocks.
 SETTLE_MS = ROUND_MS
-HOST_CALLS, HOST_MS = 30, 300.0  # at most so many calls, and no new one after so long, measure the host's time
 
 PEAK_SECONDS = {"cuda": 3.0, "cpu": 1.0}  # time to search for one peak rate
 MOST_KERNELS = 12  # names that a row holds
@@ -78,33 +77,28 @@ def back_to_back(step: Step, device: str, calls: int) -> Timed:
 
 
 def host(step: Step, device: str) -> float | None:
-    """Median milliseconds from a call with the device's queue empty until the call returned; None on a CPU.
+    """Settle; the median milliseconds of its calls until they returned, or None on a CPU.
 
-    A call that launches more than the queue holds waits for the device, and this wait is part of its time.
+    A call that launches more than the device's queue holds waits for the device, and this wait is part of its time.
     """
-    if device == "cpu":
-        return None
-    settle(step, device)
+    taken = settle(step, device)
+    return None if device == "cpu" else statistics.median(taken) * 1e3
+
+
+def settle(step: Step, device: str, milliseconds: float = SETTLE_MS) -> list[float]:
+    """Call for at least ``milliseconds`` and at least once, with the device's queue empty before each call.
+
+    Returns the seconds until each call returned.
+    """
     taken: list[float] = []
-    until = time.perf_counter() + HOST_MS / 1e3
-    while not taken or (len(taken) < HOST_CALLS and time.perf_counter() < until):
-        synchronise(device)
+    synchronise(device)
+    until = time.perf_counter() + milliseconds / 1e3
+    while not taken or time.perf_counter() < until:
         began = time.perf_counter()
         step()
         taken.append(time.perf_counter() - began)
-    synchronise(device)
-    return statistics.median(taken) * 1e3
-
-
-def settle(step: Step, device: str, milliseconds: float = SETTLE_MS) -> int:
-    """Call without measuring for at least ``milliseconds`` and at least once; returns the number of calls."""
-    calls = 0
-    until = time.perf_counter() + milliseconds / 1e3
-    while calls == 0 or time.perf_counter() < until:
-        step()
         synchronise(device)
-        calls += 1
-    return calls
+    return taken
 
 
 def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:

@@ -296,16 +296,12 @@ class Handler:
         with execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
-    def host(self) -> Reply:
-        with execution_mode(self.case):
-            return {"host_ms": timing.host(self.step, self.device)}
-
     def round(self, *, calls: int) -> Reply:
-        """Back-to-back calls after a few unmeasured ones."""
+        """Back-to-back calls, after some that wait for the device each and tell the host's time."""
         with execution_mode(self.case):
-            timing.settle(self.step, self.device)
+            host_ms = timing.host(self.step, self.device)
             with nullcontext() if self.trainer is None else self.trainer.timed():
-                return asdict(timing.back_to_back(self.step, self.device, calls))
+                return {"host_ms": host_ms, **asdict(timing.back_to_back(self.step, self.device, calls))}
 
     # After the race -----------------------------------------------------------------------------------------------
 

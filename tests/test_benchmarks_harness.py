@@ -33,15 +33,12 @@ class Runner:
     def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
         if operation == "calibrate":
             return {"calls": 7}
-        if operation == "host":
-            assert self.rounds == 0, "before the rounds"
-            return {"host_ms": 0.5}
         assert operation == "round" and payload == {"calls": 7}
         if self.rounds == self.fails_at:
             raise WorkerFailure("crashed", "killed by SIGSEGV during round")
         self.rounds += 1
         TURNS.append(self.name)
-        return {"calls": 7, "wall_ms": 2.0, "device_ms": 1.0}
+        return {"calls": 7, "wall_ms": 2.0, "device_ms": 1.0, "host_ms": 0.5}
 
     def kill(self) -> None:
         self.killed = True
@@ -80,8 +77,8 @@ def test_samples_carry_their_round_and_groups_do_not_mix():
     go(arms, rounds=2, first_round=1000)
     for arm in arms:
         steady = arm.result.steady
-        assert steady.rounds == [0, 1, 1000, 1001] and (steady.calls_per_round, steady.host_ms) == (7, 0.5)
-        assert steady.wall_ms == [2.0] * 4 and steady.device_ms == [1.0] * 4
+        assert steady.rounds == [0, 1, 1000, 1001] and steady.calls_per_round == 7
+        assert steady.wall_ms == [2.0] * 4 and steady.device_ms == [1.0] * 4 and steady.host_ms == [0.5] * 4
 
 
 def test_an_arm_that_crashes_drops_out_and_the_others_go_on():
@@ -126,14 +123,14 @@ def test_a_calibrated_round_is_long_enough():
     timed = back_to_back(step, "cpu", calls)
     assert timed.wall_ms * calls >= 19 and calls <= 30
     assert step.calls == timed.calls == calls and timed.device_ms is None
-    assert host(step, "cpu") is None and step.calls == calls
+    assert host(step, "cpu") is None
 
 
 def test_a_slow_step_is_called_once_a_round_and_settles_once():
     step = Counted(0.12)
     assert calibrate(step, "cpu", 5) == 1
     assert step.calls == 2, "one to settle, one to time"
-    assert settle(step, "cpu", 0.0) == 1 and step.calls == 3
+    assert len(settle(step, "cpu", 0.0)) == 1 and step.calls == 3
     assert once(step, "cpu") >= 0.12 and step.calls == 4
 
 
@@ -157,15 +154,9 @@ class Queued(Counted):
 def test_the_hosts_time_ends_when_the_call_returns(monkeypatch: pytest.MonkeyPatch):
     step = Queued()
     monkeypatch.setattr(timing, "synchronise", step.synchronise)
-    monkeypatch.setattr(timing, "HOST_MS", 1e4)
     taken = host(step, "cuda")
     assert taken is not None and 2 <= taken < 8
-    assert timing.HOST_CALLS < step.calls <= timing.HOST_CALLS + 3, "what settles comes before"
     assert not step.waiting
-    step.calls = 0
-    monkeypatch.setattr(timing, "HOST_MS", 0.0)
-    host(step, "cuda")
-    assert step.calls <= 4, "a slow step is called once"
 
 
 @pytest.mark.gpu
