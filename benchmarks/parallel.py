@@ -27,7 +27,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from rich.console import Console
 from torch import nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zoo
@@ -159,8 +158,6 @@ def main(
     where = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit, device_id=where)
     mesh = init_device_mesh(base.device, (dist.get_world_size(),), mesh_dim_names=(WAYS[parallel],))
-    if on_gpu and parallel == "tp":  # sums of a few rows are one kernel then
-        enable_symm_mem_for_group(mesh.get_group().group_name)
     group = _Group(parallel, mesh, dist.new_group(backend="gloo", timeout=limit))
     console = Console(width=WIDTH, quiet=group.rank != 0, markup=False, highlight=False)
     facts = {**machine.device_facts(base.device), "collectives": dist.get_backend(), **{n: os.environ[n] for n in NCCL}}

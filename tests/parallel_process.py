@@ -5,6 +5,7 @@ It runs all checks of its group in turn and writes, for each, an empty text or w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -32,7 +34,7 @@ import zoo.ops.common
 from zoo.engine.call import RegionCall
 from zoo.gnn import NeighborSampler
 from zoo.llm import LLMLayer
-from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize
+from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize, tensor_parallel
 from zoo.training.parallel import collective_obstacles, groups_of
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -259,6 +261,65 @@ def encoding(sizes: dict[str, int]) -> None:
     torch.testing.assert_close(split(**inputs), one(**inputs))
 
 
+def sums(sizes: dict[str, int], folder: Path, dtype: torch.dtype) -> None:
+    """Few numbers are added up by a kernel, here in Triton's interpreter, in memory that all processes map."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    mesh, rank, ranks = mesh_of(sizes), dist.get_rank(), dist.get_world_size()
+    layer: Any = (
+        parallelize(build("llm-debug", dtype=dtype).requires_grad_(False), mesh, compile=False).layers[0].o_proj
+    )
+    assert layer.shared is None, "no memory is shared by processes on the CPU"
+    starts: list[Tensor] = []
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        name, size = f"{folder}/memory-{len(list(folder.glob('memory-*-0')))}", 64 + math.prod(shape)
+        dist.barrier()
+        files = [torch.from_file(f"{name}-{each}", shared=True, size=size, dtype=dtype) for each in range(ranks)]
+        starts[:] = files
+        return files[rank][8 * (1 + rank) :][: math.prod(shape)].view(shape)
+
+    def rendezvous(memory: Tensor, group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[each.data_ptr() for each in starts])
+
+    def make() -> Any:
+        return tensor_parallel._make_shared(300, dtype, torch.device("cpu", rank), mesh)
+
+    with contextlib.ExitStack() as patched:
+        for owner, name, value in (
+            (torch.cuda, "device_count", lambda: ranks),
+            (torch.cuda, "can_device_access_peer", lambda one, other: True),
+            (torch.cuda, "synchronize", lambda device: None),
+            (symmetric, "empty", empty),
+            (symmetric, "rendezvous", rendezvous),
+            (tensor_parallel, "kernels_run", lambda part: part.dtype == dtype),
+        ):
+            patched.enter_context(mock.patch.object(owner, name, value))
+        with mock.patch("socket.gethostname", lambda: f"host {rank}"):
+            assert make() is None
+        with mock.patch.object(symmetric, "rendezvous", side_effect=RuntimeError if rank else rendezvous):
+            assert make() is None, "one process cannot"
+        assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+        layer.shared = make()
+        layer.shared.counts.fill_(2**31 - 6)
+        torch.manual_seed(rank)
+        # Of all sizes: programs beyond a sum's end take no part in it. The last one is too large for the memory.
+        sizes_of_sums = (300, 7, 256, 128, 384, 1, 300, 129, 300, 2, 7, 300, 385)
+        own = [torch.randn(1, size).to(dtype) for size in sizes_of_sums]
+        parts = [[torch.empty_like(part) for _ in range(ranks)] for part in own]
+        for part, of_all in zip(own, parts, strict=True):
+            dist.all_gather(of_all, part)
+        found = []
+        for index, part in enumerate(own):
+            if index % 3 == rank:  # now one process is ahead, now the other
+                time.sleep(0.05)
+            with torch.no_grad():
+                found.append(layer.add_parts(part))
+        for total, of_all in zip(found, parts, strict=True):
+            assert torch.equal(total, torch.stack(of_all).float().sum(0).to(dtype)), total.shape
+        assert layer.shared.counts[0] == 6 - 2**31  # twelve more
+
+
 def artifacts(sizes: dict[str, int], folder: Path, *, learns: bool = True) -> None:
     """What the first process saves all load, and none compiles."""
 
@@ -339,7 +400,7 @@ def one_dies(sizes: dict[str, int]) -> None:
 DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
 BOTH, HYBRID = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
 # How many processes each group has.
-PROCESSES = {"quick": 2, "one": 1, "families": 2, "artifacts": 2, "four": 4}
+PROCESSES = {"quick": 2, "one": 1, "interpreter": 2, "families": 2, "artifacts": 2, "four": 4}
 
 
 def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
@@ -369,6 +430,8 @@ def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
     if group == "one":
         kinds = (("llm-debug", "dp_shard"), ("llm-debug", "tp"), ("gcn-debug", "dp_replicate"))
         return {f"{name} of {kind}": functools.partial(resume, folder, name, kind, build(name)) for name, kind in kinds}
+    if group == "interpreter":
+        return {f"sums {each}": functools.partial(sums, TP, folder, each) for each in (torch.float32, torch.float16)}
     ways = {"ddp": DP, "fsdp": FSDP}
     if group == "families":
         names = ("bert-debug", "resnet-debug", "unet-debug", "gcn-debug")

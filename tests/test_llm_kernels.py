@@ -1,5 +1,6 @@
 """The operators of the family: kernels by the files of checks, here what compilers and callers need of them."""
 
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from zoo.ops.attention import MOST_ROWS, attend, decode_attention, few_rows, hea
 from zoo.ops.norms import WIDEST_RMS_NORM, add_rms_norm, rms_norm
 from zoo.ops.products import swiglu
 from zoo.training import checkpoint_regions
+from zoo.training.tensor_parallel import RowLinear
 
 # --- what the compiler is given ---
 
@@ -65,6 +67,17 @@ def test_a_prompt_is_one_graph_of_kernels_and_products(from_start: bool, gpu: An
     assert graph == sorted(["aten.mm.default"] * 3 + ["aten.addmm.default"] + library + kernels)
 
 
+def shared(numbers: int, dtype: torch.dtype) -> Any:
+    """What the sums of one process need, which finds its own numbers alone."""
+    from zoo.ops.triton import sums
+
+    programs = -(-numbers // sums.WORDS)
+    word = torch.int32 if dtype.itemsize == 2 else torch.int64
+    memory = torch.zeros(2, 1, programs * sums.WORDS, dtype=word)
+    addresses = torch.tensor([memory.data_ptr()] * 2)
+    return sums.Shared(memory, addresses, torch.zeros(programs, dtype=torch.int32))
+
+
 def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """A call of each operator; their gradients are taken too."""
 
@@ -75,6 +88,11 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     rows, several = torch.tensor([3, 15]), torch.tensor([[3, 4, 5]] * 2)
     model, x = small(2, 1)
     state = DecodeState(2, 4, torch.device("cpu"))
+
+    def add_up(part: Tensor) -> Tensor:
+        from zoo.ops.triton import sums
+
+        return sums.sum_of_parts(part, shared(part.numel(), part.dtype))
 
     def step(model: LLM, x: Tensor, cache: Tensor) -> Tensor:
         return model.layers[0](x, model.rotary(rows[:, None]), positions=rows[:, None], cache=cache)
@@ -92,6 +110,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "attention": (decode_attention, (torch.randn(2, 4 * 32), cache, rows, rotary, head, head, 1e-6, 2, 5)),
         "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 16).layers[0])),
         "head": (torch.no_grad()(lambda model, x: model.head(x, model.output_weight)), (model, x)),
+        "sum": (add_up, (torch.randn(3, 100),)),
         "choice": (lambda: (accept(state, torch.randn(2, 9), greedy=True), state.tokens), ()),
     }
 
@@ -105,6 +124,40 @@ def test_a_step_of_few_rows_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None
     # Functionalization puts what a kernel writes into the cache.
     assert layer.count(KERNEL) == 6 and head.count(KERNEL) == 1
     assert {each.partition(".")[0] for each in layer + head} == {KERNEL, "aten"}
+
+
+def test_a_step_over_several_processes_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None:
+    model, x = small(2, 1)
+    memory = shared(32 * x.shape[-1], x.dtype)
+    for name in ("o_proj", "down_proj"):
+        layer: Any = model.layers[0].get_submodule(name)
+        layer.__class__, layer.split_over, layer.is_first, layer.shared = RowLinear, None, True, memory
+    positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
+    with torch.inference_mode():
+        (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
+    assert layer.count(KERNEL) == 6 + 2 and {each.partition(".")[0] for each in layer} == {KERNEL, "aten"}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_numbers_of_other_processes_are_read_past_all_caches(kind: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from zoo.ops.triton import sums
+
+    constants = {"RANKS": 2, "CAPACITY": 1024, "WORDS": sums.WORDS, "OVERLAP": True}
+    tensors = {"part": f"*{kind}", "out": f"*{kind}", "counts": "*i32", "addresses": "*i64"}
+    source = ASTSource(
+        sums._sum, {**tensors, "n": "i32", **dict.fromkeys(constants, "constexpr")}, constants,
+        {(index,): [["tt.divisibility", 16]] for index in range(5)},
+    )  # fmt: skip
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "launch_pdl": True}).asm["ptx"]
+    words = ["griddepcontrol.wait", "st.global.wt.v", "ld.volatile.global.v"]
+    places = [[found.start() for found in re.finditer(re.escape(each), code)] for each in words]
+    pieces = 2 if kind == "bf16" else 4
+    assert [len(each) for each in places] == [1, pieces, pieces], "16 bytes of a thread for each process, in one or two"
+    assert places[0][0] < min(places[1]) and max(places[1]) < min(places[2])
+    assert "bar.sync" not in code and "st.shared" not in code, "a warp waits for no other"
 
 
 def test_kernels_of_a_step_overlap_where_their_graph_runs_as_it_is(monkeypatch: Any) -> None:

@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 def run(group: str, folder: Path) -> dict[str, list[str]]:
     """What each process of a group found wrong, by check."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]), "OMP_NUM_THREADS": "1"}
+    environment |= {"TRITON_INTERPRET": str(int(group == "interpreter"))}
     started = [
         subprocess.Popen(
             [sys.executable, str(HERE / "parallel_process.py"), str(rank), group, str(folder)],
@@ -51,7 +52,7 @@ def quick(folder: Path) -> dict[str, list[str]]:
 SLOW = [pytest.param(group, marks=pytest.mark.slow) for group in ("families", "artifacts", "four")]
 
 
-@pytest.mark.parametrize("group", ["quick", "one", *SLOW])
+@pytest.mark.parametrize("group", ["quick", "one", "interpreter", *SLOW])
 def test_several_processes(request: pytest.FixtureRequest, folder: Path, group: str) -> None:
     quick = request.getfixturevalue("quick") if group in ("quick", "one", "four") else {}
     found = quick if group == "quick" else run(group, folder)

@@ -6,11 +6,15 @@ after which one all-reduce adds up what the processes computed. Shoeybi et al., 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +23,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from zoo.bert import BertLayer
 from zoo.llm import LLM, LLMLayer
 from zoo.llm.model import RMSNorm
-from zoo.ops.common import to_local
+from zoo.ops import triton as kernels
+from zoo.ops.common import KERNEL_DTYPES, ceil_div, kernels_run, to_local, triton_runs_on
 from zoo.ops.norms import rms_norm
+
+if TYPE_CHECKING:
+    from zoo.ops.triton.sums import Shared
 
 
 class BlockSplit(NamedTuple):
@@ -70,7 +78,7 @@ def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMes
     call; only a state dict has it as a DTensor.
     """
     ways = mesh.size()
-    shared: dict[Any, Tensor] = {}
+    shared: dict[Any, Shared | None] = {}
     for block, columns, rows in splits:
         for name in ("heads", "key_heads"):
             if hasattr(block, name):
@@ -107,7 +115,7 @@ class RowLinear(nn.Linear):
     split_over: DeviceMesh
     group: str
     is_first: bool
-    shared: Tensor | None  # memory that all processes of a host reach
+    shared: Shared | None  # memory that all processes of a host reach
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by this process's columns, add up what all processes have, then the bias."""
@@ -115,14 +123,14 @@ class RowLinear(nn.Linear):
         return out if self.bias is None else out + to_local(self.bias).to(out.dtype)
 
     def add_parts(self, part: Tensor) -> Tensor:
-        """The sum over all processes, by one all-reduce: of few numbers in one kernel, which reads all parts."""
+        """The sum over all processes: an all-reduce, or where memory is shared a kernel of our own for few numbers."""
         if torch.is_grad_enabled():
             parts = DTensor.from_local(part, self.split_over, [Partial()], run_check=False)
             return parts.redistribute(placements=[Replicate()]).to_local()
         shared = self.shared
-        if shared is not None and part.dtype == shared.dtype and part.numel() <= shared.numel():
-            place = shared[: part.numel()].view(part.shape)
-            return torch.ops.symm_mem.one_shot_all_reduce_copy(place, part.contiguous(), "sum", self.group)  # type: ignore[no-any-return]
+        fits = shared is not None and part.dtype == self.weight.dtype and part.numel() <= kernels.sums.capacity(shared)
+        if shared is not None and fits and kernels_run(part):
+            return kernels.sums.sum_of_parts(part, shared)
         summed: Tensor = torch.ops._c10d_functional.all_reduce(part, "sum", self.group)
         return torch.ops._c10d_functional.wait_tensor(summed)  # type: ignore[no-any-return]
 
@@ -173,18 +181,71 @@ def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> Non
 SHARED_ROWS = 32
 
 
-def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Tensor]) -> Tensor | None:
-    """Memory of all processes for few rows of a product, where the group has it and the weight does not learn."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    group = mesh.get_group()
-    if isinstance(weight, DTensor) or not symmetric.is_symm_mem_enabled_for_group(group.group_name):
+def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Shared | None]) -> Shared | None:
+    """Memory of all processes for few rows of a product, if the weight does not learn and they reach each other's."""
+    fits = not isinstance(weight, DTensor) and weight.dtype in KERNEL_DTYPES and triton_runs_on(weight.device)
+    if not fits or torch.version.hip is not None:
         return None
     key = weight.dtype, len(weight)
     if key not in made:
-        made[key] = symmetric.empty(SHARED_ROWS * len(weight), dtype=weight.dtype, device=weight.device)
-        symmetric.rendezvous(made[key], group)
+        made[key] = _make_shared(SHARED_ROWS * len(weight), weight.dtype, weight.device, mesh)
     return made[key]
+
+
+def _make_shared(numbers: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Shared | None:
+    """Memory for sums of at most so many numbers, or None on all processes; each calls it."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+
+    def told(value: Any) -> list[Any]:
+        """What all processes say, by rank, once all have said it."""
+        found: list[Any] = [None] * ranks
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    # Asked before, since a rendezvous with another host may not end.
+    hosts, devices = zip(*told((socket.gethostname(), device.index)), strict=True)
+    near = (
+        ranks > 1 and len(set(hosts)) == 1 and len(set(devices)) == ranks and max(devices) < torch.cuda.device_count()
+    )
+    peers = [each for each in devices if each != device.index]
+    if not all(told(near and all(torch.cuda.can_device_access_peer(device.index, each) for each in peers))):
+        return None
+    programs = ceil_div(numbers, kernels.sums.WORDS)
+    shape = 2, ranks, programs * kernels.sums.WORDS
+    starts: list[int] = []
+    offset = None
+    try:
+        # Each process writes to each: multicast, which not every machine with NVLink has set up, is not needed.
+        with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
+            word = torch.int32 if dtype.itemsize == 2 else torch.int64
+            memory = symmetric.empty(*shape, dtype=word, device=device).zero_()
+            starts = symmetric.rendezvous(memory, group).buffer_ptrs
+        offset = memory.data_ptr() - starts[rank] if all(starts) else None
+    except RuntimeError:  # whatever a driver or a container does not allow
+        pass
+    torch.cuda.synchronize(device)  # nobody writes into another's memory before that is all zeros
+    if None in (offsets := told(offset)):
+        return None
+    part = memory[0, rank].data_ptr() - memory.data_ptr()
+    addresses = [start + each + part for start, each in zip(starts, offsets, strict=True)] + [memory.data_ptr()]
+    counts = torch.zeros(programs, dtype=torch.int32, device=device)
+    return kernels.sums.Shared(memory, torch.tensor(addresses, device=device), counts)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable of the environment has a value for a while."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _order(parts: Sequence[int], ways: int) -> Tensor:
