@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.conformance import MODELS
+from zoo.engine.compile import plan_of
+from zoo.engine.graph_log import GRAPH_LOG
 
 
 def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -143,6 +145,42 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
     theirs = reference(x)
     torch.manual_seed(0)
     torch.testing.assert_close(model(x), theirs)
+
+
+class Numbered(Block):
+    """Is told by its model which it is."""
+
+    def forward(self, x: Tensor, place: int, *, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale + place
+
+
+class Numbering(nn.Module):
+    """Numbers its blocks, or tells them how many rows there are: of the later ones half as many."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered(4) for _ in range(6))
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = x[: len(x) // 2] if self.rows and place == 3 else x
+            x = block(x, len(x)) if self.rows else block(x, place, scale=0.1 + place)
+        return x
+
+
+@pytest.mark.parametrize(("rows", "said", "symbols"), [(False, "at least 2", {"place", "scale"}), (True, "2", set())])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_numbers_that_a_model_gives_its_blocks_are_symbols_but_sizes_are_not(rows, said, symbols, backend):
+    model, x = Numbering(rows).eval(), torch.randn(4, 4)
+    expected = model(x)
+    assert zoo.find_regions(model, args=(x,)).graphs == said
+    compiled(model, backend=backend)
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+    assert graphs_of(model) == {"Numbered": 2}  # the first block's numbers are constants
+    assert set().union(*(entry.varied for entry in GRAPH_LOG.of(plan_of(model).log_id))) == symbols
 
 
 class Bounded(Rated):

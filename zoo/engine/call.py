@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
-from zoo.engine.signature import forward_in_torch_nn, own_class
+from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
 
 
@@ -239,6 +239,8 @@ class RegionCall:
             args = tuple(map(without_base, args))
             kwargs = {name: without_base(value) for name, value in kwargs.items()}
             static = carry_marks(self.module, args, kwargs)
+            if self._code is not None:
+                lifted.note_numbers(self.module, input_kinds((), self._bind(self.module, args, kwargs)))
         first = not self._sizes
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)

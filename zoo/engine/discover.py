@@ -16,7 +16,16 @@ from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
 from zoo.engine.observe import Example, Observed, count_calls, device_shares, given_example, observe_call
 from zoo.engine.region import Region
-from zoo.engine.signature import Attribute, choices_of, own_class, read_attributes, signature, structure, without_ddp
+from zoo.engine.signature import (
+    Attribute,
+    choices_of,
+    numbers_in,
+    own_class,
+    read_attributes,
+    signature,
+    structure,
+    without_ddp,
+)
 
 # How a region is given.
 Given = Region | type[nn.Module] | str
@@ -196,14 +205,16 @@ def report_on(
     found, obstacles = [], []
     weights = _weights(model)
     for region, modules in chosen.items():
-        groups: dict[tuple[Any, Hashable], list[str]] = defaultdict(list)
+        groups: dict[tuple[Any, Any], list[str]] = defaultdict(list)
+        passed = Lifted()
         symbols = lifted[region].names
         skipped = {}
         for name, module in modules.items():
             seen = observed.get(name)
             static = signature(module, reads=seen.reads if seen else None, without=symbols)
             for call in seen.inputs if seen else (None,):
-                groups[static, call].append(name)
+                kind = call if call is None or declared else _without_symbols(module, static, call, groups, passed)
+                groups[static, kind].append(name)
             if seen and not seen.inputs:
                 skipped[name] = static
         for name, static in skipped.items():
@@ -221,7 +232,9 @@ def report_on(
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
         differences = tuple(_differences(modules, observed, symbols))
         at_least = (
-            bool(zeros) or _contents_differ(modules, observed) or _reads_floats(modules, observed, lifted[region])
+            bool(zeros or passed.varying)
+            or _contents_differ(modules, observed)
+            or _reads_floats(modules, observed, lifted[region])
         )
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
@@ -434,6 +447,19 @@ def _by_structure(modules: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]
     for name, module in modules.items():
         groups[structure(module)][name] = module
     return list(groups.values())
+
+
+def _without_symbols(
+    module: nn.Module, static: Hashable, call: Any, groups: Iterable[tuple[Any, Any]], passed: Lifted
+) -> Hashable:
+    """A kind of input with those of its numbers that are constants of the graph: of the first of alike calls."""
+    numbers, _ = numbers_in(call)
+    rest = tuple(kind for kind in call if kind[1] not in numbers.values())
+    for built, kind in groups:
+        if built == static and kind is not None and kind[0] == rest and kind[1] <= set(numbers.items()):
+            return kind
+    passed.note_numbers(module, call)
+    return rest, frozenset((name, number) for name, number in numbers.items() if name not in passed.varying)
 
 
 def _reads_floats(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Lifted) -> bool:

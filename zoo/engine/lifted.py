@@ -13,16 +13,16 @@ import re
 import sys
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.signature import structure
+from zoo.engine.signature import Attribute, numbers_in, structure
 
 _ABSENT = object()
 # What Dynamo knows of the sizes and numbers that it met: by code object, then by name.
@@ -34,12 +34,15 @@ class Lifted:
     """Dotted names of the numbers that differ between the blocks of a class.
 
     ``items`` is how many items a list needs for each block's index to pick one, ``told`` whether the user was warned.
+    ``met`` holds the first numbers among the arguments of alike calls, ``varying`` names those that were others later.
     """
 
     ints: tuple[str, ...] = ()
     floats: tuple[str, ...] = ()
     items: int = 0
     told: bool = False
+    met: dict[Hashable, dict[str, Attribute]] = field(default_factory=dict)
+    varying: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> frozenset[str]:
@@ -60,11 +63,14 @@ class Lifted:
 
         config: Any = torch.compiler.config
         variable: Any = TensorVariable
+        for state in sizes.values():
+            for name in self.varying & state.automatic_dynamic.keys():
+                state.automatic_dynamic[name].scalar = pgo.auto_dynamic
         known = config.dynamic_sources
         sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
         call_method = variable.call_method
-        if self.floats:
+        if self.floats or self.varying:
             TensorifyState.clear()  # else what an earlier block had to take as a constant is one in this block too
             variable.call_method = _draws_by_symbols(call_method)
         try:
@@ -74,15 +80,25 @@ class Lifted:
             pgo._CODE_STATE = before
             variable.call_method = call_method
 
+    def note_numbers(self, module: nn.Module, kinds: Hashable) -> dict[str, Attribute]:
+        """The ints and floats among a call's arguments, after those that differ between alike blocks are noted.
+
+        A size that is given as a number besides a tensor of it differs with the tensor's: no two such calls are alike.
+        """
+        numbers, shapes = numbers_in(kinds)
+        first = self.met.setdefault((structure(module), shapes), numbers)
+        self.varying |= {name for name, number in numbers.items() if first.get(name, number) != number}
+        return numbers
+
     def new_sizes(self) -> Sizes:
-        """What Dynamo knows before the first call: that the floats vary."""
+        """What Dynamo knows before the first call: that the floats vary, and arguments that did between blocks."""
         from torch._dynamo import pgo
 
-        patterns = [re.compile(_source(name)) for name in self.floats]
+        patterns, varying = [re.compile(_source(name)) for name in self.floats], self.varying
 
         class Known(defaultdict[str, Any]):
             def __missing__(self, name: str) -> Any:
-                varies = any(each.match(name) for each in patterns)
+                varies = name in varying or any(each.match(name) for each in patterns)
                 self[name] = entry = pgo.FrameStateSizeEntry()
                 if varies:
                     entry.scalar = pgo.auto_dynamic

@@ -181,6 +181,16 @@ def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> Hashable:
     return tuple(_leaves((args, kwargs), sizes))
 
 
+def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
+    """The ints and floats among kinds of keyword inputs, by the names that Dynamo gives them, and tensors' shapes."""
+    numbers = {
+        f"L{where.removeprefix('[1]')}": kind
+        for where, kind, *_ in kinds
+        if isinstance(kind, Attribute) and kind.kind in ("int", "float")
+    }
+    return numbers, tuple(kind[0] for _, kind, *_ in kinds if isinstance(kind, tuple) and not isinstance(kind[0], type))
+
+
 def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         where = pytree.keystr(path)
