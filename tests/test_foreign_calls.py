@@ -100,6 +100,42 @@ def test_sizes_that_vary_are_a_graph_for_views_and_others_alike() -> None:
     assert sum(graphs_of(model).values()) == 2
 
 
+class Overwriting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class FromView(nn.Module):
+    """Its first block is given a view, which is read again after it, perhaps with what the block wrote."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(4, 8), nn.ModuleList(block(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.stem(x).view(-1, 4)
+        for block in self.blocks:
+            x = block(x)
+        return x + first.square()
+
+
+@pytest.mark.parametrize("block", [Block, Overwriting])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_sizes_that_vary_in_training_are_a_graph_for_views_and_others_alike(block: type[Block], backend: str) -> None:
+    model = FromView(block)
+    reference = copy.deepcopy(model)
+    compiled(model, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", zoo.RegionWarning)
+        for rows in (3, 5, 7):
+            x = torch.randn(rows, 4)
+            for each in (model, reference):
+                each(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    assert sum(graphs_of(model).values()) == 2
+
+
 @pytest.mark.parametrize("embedded", [False, True], ids=["of the region's input", "of the model's own input"])
 @pytest.mark.parametrize(("mark", "needed"), [(torch._dynamo.mark_dynamic, 1), (torch._dynamo.mark_static, 3)])
 def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: int, embedded: bool) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zoo.engine.lifted import Lifted, carry_marks, own_items, without_base
+from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
 
@@ -234,7 +234,7 @@ class RegionCall:
             return compiled(*args, **kwargs)
         if self._sizes is None or not self._learns_sizes:
             self._sizes = lifted.new_sizes()
-        static = False
+        static, views = False, (*args, *kwargs.values())
         if self._learns_sizes:
             args = tuple(map(without_base, args))
             kwargs = {name: without_base(value) for name, value in kwargs.items()}
@@ -244,6 +244,7 @@ class RegionCall:
         first = not self._sizes
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)
+        carry_writes(views, (*args, *kwargs.values()))
         if new := self.newly_varied():
             self._varied |= new
             if not first and not static:  # or they were marked

@@ -226,8 +226,30 @@ class Checked:
 
 def without_base(value: Any) -> Any:
     """A view as a tensor of its own: Dynamo guards the sizes of a base, which the same input of other blocks lacks."""
-    own = type(value) is torch.Tensor and value._is_view() and not value.requires_grad
-    return value.detach() if own and not hasattr(value, "_dynamo_dynamic_indices") else value
+    own = type(value) is torch.Tensor and value._is_view() and not hasattr(value, "_dynamo_dynamic_indices")
+    if not own or (value.requires_grad and not torch.is_grad_enabled()):
+        return value
+    return _WithoutBase.apply(value) if value.requires_grad else value.detach()
+
+
+class _WithoutBase(torch.autograd.Function):
+    """The same memory as a tensor of its own, with the view's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
+def carry_writes(views: Iterable[Any], owns: Iterable[Any]) -> None:
+    """What a block wrote to tensors of ``without_base`` becomes part of the views' history; they share the content."""
+    for view, own in zip(views, owns, strict=True):
+        if own is not view and own.requires_grad and not isinstance(own.grad_fn, _WithoutBase._backward_cls):
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(view):
+                view.copy_(own)
 
 
 def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
