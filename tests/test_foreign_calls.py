@@ -357,6 +357,56 @@ def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None
     assert sum(graphs_of(model).values()) == expected
 
 
+class Placed(Block):
+    """Reads or writes its part of what all of them are given."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__(4)
+        self.place = place
+
+    def forward(self, x: Tensor, held: Any, how: str) -> Tensor:
+        y = super().forward(x)
+        if how == "reads":
+            return y + held[..., self.place] + held[:, None, ..., self.place][:, 0] * held[:, 1:, self.place].sum()
+        if how == "writes":
+            held[..., self.place] = y
+        else:
+            held[self.place] = y
+        return y
+
+
+class Placing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Placed, range(4)))
+
+    def forward(self, x: Tensor, held: Any, how: str) -> Tensor:
+        for block in self.blocks:
+            x = block(x, held, how)
+        return x
+
+
+@pytest.mark.parametrize(("how", "needed"), [("reads", 1), ("writes", 1), ("writes first", 1), ("writes a list", 4)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(how: str, needed: int, backend: str):
+    model, x = Placing().eval(), torch.randn(4, 4)
+    whole = torch.arange(64.0).view(4, 4, 4)
+
+    def held() -> Any:
+        return list(whole) if how == "writes a list" else whole.clone()
+
+    assert zoo.find_regions(model, args=(x, held(), how)).graphs == str(needed)
+    theirs, ours = held(), held()
+    with torch.no_grad():
+        expected = model(x, theirs, how)
+        compiled(model, backend=backend)
+        torch.testing.assert_close(model(x, ours, how), expected)
+    torch.testing.assert_close(ours, theirs)
+    # Inductor looks whether what is written starts at the first place.
+    more = backend == "inductor" and how in ("writes", "writes first")
+    assert graphs_of(model) == {"Placed": needed + more}
+
+
 class Formatting(nn.Module):
     """Takes its place as text, which no symbol can be."""
 

@@ -59,26 +59,30 @@ class Lifted:
         """Meanwhile Dynamo takes these numbers as symbols, and the sizes that differ from those in ``sizes``."""
         from torch._dynamo import pgo
         from torch._dynamo.symbolic_convert import TensorifyState
-        from torch._dynamo.variables.tensor import TensorVariable
+        from torch._dynamo.variables import BuiltinVariable, TensorVariable
 
         config: Any = torch.compiler.config
-        variable: Any = TensorVariable
+        tensor: Any = TensorVariable
+        builtin: Any = BuiltinVariable
         for state in sizes.values():
             for name in self.varying & state.automatic_dynamic.keys():
                 state.automatic_dynamic[name].scalar = pgo.auto_dynamic
         known = config.dynamic_sources
         sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
-        call_method = variable.call_method
+        call_method, call_function, setitem = tensor.call_method, builtin.call_function, tensor.method___setitem__
         if self.floats or self.varying:
             TensorifyState.clear()  # else what an earlier block had to take as a constant is one in this block too
-            variable.call_method = _draws_by_symbols(call_method)
+            tensor.call_method = _draws_by_symbols(call_method)
+        if self.ints or self.varying:
+            builtin.call_function = _reads_by_symbols(call_function)
+            tensor.method___setitem__ = lambda self, tx, *item: setitem(*_narrowed(tx, self, *item))
         try:
             with config.patch(dynamic_sources=",".join([*filter(None, [known]), *sources])):
                 yield
         finally:
             pgo._CODE_STATE = before
-            variable.call_method = call_method
+            tensor.call_method, builtin.call_function, tensor.method___setitem__ = call_method, call_function, setitem
 
     def note_numbers(self, module: nn.Module, kinds: Hashable) -> dict[str, Attribute]:
         """The ints and floats among a call's arguments, after those that differ between alike blocks are noted.
@@ -169,6 +173,45 @@ def _draws_by_symbols(call_method: Callable[..., Any]) -> Callable[..., Any]:
         return call_method(self, tx, "copy_", [call_method(uniform, tx, "lt", [rate], {})], {})
 
     return call
+
+
+def _reads_by_symbols(call_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo's call of a builtin, in which ``tensor[:, symbol]`` takes a symbol."""
+    from torch._dynamo.variables import TensorVariable
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is operator.getitem and isinstance(args[0].realize(), TensorVariable):
+            tensor, _, index = _narrowed(tx, *args)
+            args = tensor, index
+        return call_function(self, tx, args, kwargs)
+
+    return call
+
+
+def _narrowed(tx: Any, tensor: Any, index: Any, *value: Any) -> tuple[Any, ...]:
+    """The arguments of Dynamo's indexing, which would take symbols beside other indices for constants."""
+    from torch._dynamo.variables import ConstantVariable, SliceVariable, TupleVariable, UserFunctionVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    index = index.realize()
+    items = [each.realize() for each in index.items] if isinstance(index, TupleVariable) else [index] * len(value)
+    found = any(isinstance(each, SymNodeVariable) for each in items)
+    if found and all(isinstance(each, SymNodeVariable | ConstantVariable | SliceVariable) for each in items):
+        in_slices: Any = UserFunctionVariable(_in_slices)  # type: ignore[arg-type]
+        tensor, index = in_slices.call_function(tx, [tensor, TupleVariable(items)], {}).items
+    return tensor, tx, index, *value
+
+
+def _in_slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """``x[:, 5]`` as ``x[:, 5:6]`` and the index ``[:, 0]`` in that; Dynamo traces this."""
+    slices: tuple[Any, ...] = ()
+    rest: tuple[Any, ...] = ()
+    for each in index:
+        picks = type(each) is int and each >= 0
+        if each is not None:
+            slices += (slice(each, each + 1) if picks else each if each is ... else slice(None),)
+        rest += (0 if picks else each,)
+    return tensor[slices], rest
 
 
 # By which AOTAutograd computes with a float that is an input as it would with a tensor of it.
@@ -358,7 +401,7 @@ class OwnEntry(MutableMapping[int, Any]):
 
 
 @contextmanager
-def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[None]:
+def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[list[Any]]]:
     """Meanwhile the lists of ``items`` items or more, and the dicts by int, in the arguments hold a block's own apart.
 
     Args:
@@ -383,7 +426,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[No
                     # Marked for a graph that only this tensor runs in.
                     torch._dynamo.mark_static_address(tensor, guard=False)
                     addresses.append(tensor)
-        yield
+        yield [container for _, _, container, _ in swapped if isinstance(container, list)]
     finally:
         for holder, key, container, own in swapped:
             holder[key] = container

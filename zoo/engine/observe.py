@@ -91,6 +91,9 @@ class Observed:
     inputs: dict[Hashable, None] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     running: bool = False
+    # Of the call that runs: its kinds of input, and the lists among them with the block's own index and item.
+    kinds: tuple[Hashable, ...] = ()
+    own: list[tuple[list[Any], int, Any]] = field(default_factory=list)
 
 
 def observe_call(
@@ -121,12 +124,19 @@ def observe_call(
                     positional = dict(enumerate(args))
                     with contextlib.ExitStack() as own:
                         if index is not None:
-                            own.enter_context(own_items(index, items, positional, kwargs))
-                        kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
-                    observed.inputs[kinds] = None
+                            lists = own.enter_context(own_items(index, items, positional, kwargs))
+                            observed.own = [(each, index, each[index]) for each in lists]
+                        observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
                     observed.running = True
 
                 def leave(*_: Any, observed: Observed = seen[name]) -> None:
+                    # Dynamo takes the index by which a list is written to for a constant.
+                    written = [
+                        ("item", index)
+                        for each, index, item in observed.own
+                        if not any(kept is item for kept in each[index : index + 1])
+                    ]
+                    observed.inputs[(*observed.kinds, *written)] = None
                     observed.running = False
 
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)

@@ -176,7 +176,7 @@ def input_signature(*args: Any, **kwargs: Any) -> Hashable:
     return input_kinds(args, kwargs)
 
 
-def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> Hashable:
+def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> tuple[Hashable, ...]:
     """``input_signature``, or without sizes what a graph of symbolic sizes is specialised on."""
     return tuple(_leaves((args, kwargs), sizes))
 
