@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from blocks import Block, IndexedBlock, Sequence
+from blocks import Block, IndexedBlock, Sequence, graphs_of
 from diffusers import FirstBlockCacheConfig
 from torch import Tensor, nn
 
@@ -96,6 +96,36 @@ def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(
     with torch.no_grad():
         model(x)
     assert sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == needed
+
+
+class Computing(Block):
+    """Computes something from its index."""
+
+    def __init__(self, index: int, compute: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__(4)
+        self.index = index
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(super().forward(x), self.index)
+
+
+@pytest.mark.parametrize(
+    ("compute", "said", "needed"),
+    [
+        pytest.param(lambda x, index: x * index + index // 2, "1", 1, id="ints"),
+        pytest.param(lambda x, index: nn.functional.dropout(x, index / 10), "at least 1", 4, id="a rate"),
+        pytest.param(lambda x, index: x * (0.5 * index), "at least 1", 1, id="a scale"),
+        pytest.param(lambda x, index: x.neg() if index < 2 else x, "at least 1", 2, id="a branch"),
+    ],
+)
+def test_a_prediction_is_a_lower_bound_where_floats_or_branches_come_of_an_index(compute, said, needed):
+    model, x = Sequence(*(Computing(index, compute) for index in range(4))).eval(), torch.randn(2, 4)
+    assert zoo.find_regions(model, args=(x,)).graphs == said
+    zoo.compile_regions(model, backend="eager")
+    with torch.no_grad():
+        model(x)
+    assert sum(graphs_of(model).values()) == needed
 
 
 def test_predictions_in_training_know_what_requires_a_gradient() -> None:

@@ -206,15 +206,17 @@ def report_on(
     weights = _weights(model)
     for region, modules in chosen.items():
         groups: dict[tuple[Any, Any], list[str]] = defaultdict(list)
-        passed = Lifted()
+        passed, differ = Lifted(), False
+        computed: dict[Hashable, set[Hashable]] = {}
         symbols = lifted[region].names
         skipped = {}
         for name, module in modules.items():
             seen = observed.get(name)
             static = signature(module, reads=seen.reads if seen else None, without=symbols)
-            for call in seen.inputs if seen else (None,):
+            for call, ran in seen.inputs.items() if seen else [(None, set())]:
                 kind = call if call is None or declared else _without_symbols(module, static, call, groups, passed)
                 groups[static, kind].append(name)
+                differ |= computed.setdefault((static, kind), ran) != ran
             if seen and not seen.inputs:
                 skipped[name] = static
         for name, static in skipped.items():
@@ -232,7 +234,7 @@ def report_on(
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
         differences = tuple(_differences(modules, observed, symbols))
         at_least = (
-            bool(zeros or passed.varying)
+            bool(zeros or passed.varying or differ)
             or _contents_differ(modules, observed)
             or _reads_floats(modules, observed, lifted[region])
         )

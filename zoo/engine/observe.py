@@ -6,13 +6,15 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
@@ -86,14 +88,18 @@ def count_calls(model: nn.Module, example: Example) -> Counter[nn.Module]:
 
 @dataclass
 class Observed:
-    """What one call showed of a region module: distinct kinds of input, and the dotted attributes that it read."""
+    """What one call showed of a region module, and the dotted attributes that it read.
 
-    inputs: dict[Hashable, None] = field(default_factory=dict)
+    ``inputs`` are the distinct kinds of input, each with the operations that ran and the floats given to them.
+    """
+
+    inputs: dict[tuple[Hashable, ...], set[Hashable]] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     running: bool = False
     # Of the call that runs: its kinds of input, and the lists among them with the block's own index and item.
     kinds: tuple[Hashable, ...] = ()
     own: list[tuple[list[Any], int, Any]] = field(default_factory=list)
+    calls: set[Hashable] = field(default_factory=set)
 
 
 def observe_call(
@@ -127,7 +133,7 @@ def observe_call(
                             lists = own.enter_context(own_items(index, items, positional, kwargs))
                             observed.own = [(each, index, each[index]) for each in lists]
                         observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
-                    observed.running = True
+                    observed.running, observed.calls = True, set()
 
                 def leave(*_: Any, observed: Observed = seen[name]) -> None:
                     # Dynamo takes the index by which a list is written to for a constant.
@@ -136,7 +142,7 @@ def observe_call(
                         for each, index, item in observed.own
                         if not any(kept is item for kept in each[index : index + 1])
                     ]
-                    observed.inputs[(*observed.kinds, *written)] = None
+                    observed.inputs.setdefault((*observed.kinds, *written), set()).update(observed.calls)
                     observed.running = False
 
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -144,8 +150,24 @@ def observe_call(
                 for prefix, child in module.named_modules():
                     if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
-        model(*example[0], **example[1])
+        with _NotingCalls(seen.values()):
+            model(*example[0], **example[1])
     return seen
+
+
+class _NotingCalls(TorchDispatchMode):
+    """Notes for each running region which operations of torch it runs, and the floats that it gives them."""
+
+    def __init__(self, regions: Collection[Observed]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._regions = regions
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        floats = tuple(each for each in pytree.tree_leaves((args, kwargs)) if type(each) is float)
+        for observed in self._regions:
+            if observed.running:
+                observed.calls.add((func, floats))
+        return func(*args, **(kwargs or {}))
 
 
 class _Unregistered:
