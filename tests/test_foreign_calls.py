@@ -407,6 +407,27 @@ def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(h
     assert graphs_of(model) == {"Placed": needed + more}
 
 
+class Growing(Block):
+    """Keeps what it computed in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("kept", torch.ones(1, 4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cat([self.kept, super().forward(x)])
+        return self.kept.mean(0, keepdim=True)
+
+
+def test_a_buffer_that_grows_is_a_graph_a_size_and_no_violation() -> None:
+    model, x = Sequence(*(Growing() for _ in range(3))).eval(), torch.randn(1, 4)
+    compiled(model)
+    for graphs in (1, 2, 3):
+        with torch.no_grad(), zoo.enforce_budget(model):
+            model(x)
+        assert graphs_of(model) == {"Growing": graphs}
+
+
 class Formatting(nn.Module):
     """Takes its place as text, which no symbol can be."""
 

@@ -116,10 +116,18 @@ class GraphLog:
         """Whether code for a module of this class and structure was compiled in this mode, by any model.
 
         Attributes are left out: those that the taken branch does not read cost no graph of their own. So is whether it
-        trains: code that does not ask is run in both.
+        trains: code that does not ask is run in both. So are buffers, which the call may have put others in place of.
         """
-        built, grad_mode = structure(module), in_mode.partition(", ")[2]
-        return any(e.graphs and e.mode.partition(", ")[2] == grad_mode and e.structure == built for e in self.entries)
+        buffers = {name for name, _ in module.named_buffers()}
+
+        def alike(built: Any) -> Hashable:
+            parts, tensors = built
+            return parts, tuple(each for each in tensors if each[0] not in buffers)
+
+        built, grad_mode = alike(structure(module)), in_mode.partition(", ")[2]
+        return any(
+            e.graphs and e.mode.partition(", ")[2] == grad_mode and alike(e.structure) == built for e in self.entries
+        )
 
     def _start(self, args: Any) -> None:
         if args.callback_trigger.name == "LAZY_BACKWARD":
