@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import math
 import os
 import pickle
 import re
@@ -296,6 +297,33 @@ def test_numbers_of_a_block_are_saved_as_symbols(tmp_path: Path) -> None:
         torch.testing.assert_close(fresh(x), eager(fresh, x))
     with pytest.raises(zoo.ArtifactError, match=r"weights was 288 in 8 tensors .*, is 1,088 in 8 tensors"):
         zoo.load_compiled(placed(16), tmp_path / "compiled", strict=True)
+
+
+class Limited(nn.Module):
+    """Has a limit that may be no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.limit = math.nan
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return self.linear(y) if self.limit > 0.5 else y
+
+
+def test_a_float_that_is_no_number_is_compared_as_the_compiler_does(tmp_path: Path) -> None:
+    model, x = zoo.compile_regions(nn.Sequential(Limited(), Limited()).eval()), torch.randn(2, 8)
+    with torch.no_grad():
+        model(x)
+        assert len(zoo.save_compiled(model, tmp_path / "compiled").entries) == 1
+        torch.compiler.reset()
+        fresh = zoo.load_compiled(zoo.uncompile(model), tmp_path / "compiled", strict=True)
+        before = graphs()
+        for limit, compiled in ((math.nan, 0), (1.0, 1), (math.nan, 1)):
+            fresh[0].limit = fresh[1].limit = limit
+            torch.testing.assert_close(fresh(x), eager(fresh, x))
+            assert graphs() == before + compiled
 
 
 def test_a_folder_without_graphs_does_not_pass_for_a_loaded_one(tmp_path: Path) -> None:

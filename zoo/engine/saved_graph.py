@@ -300,7 +300,9 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             if isinstance(value, type):  # in place of a value that may hold tensors
                 raise UnsavableError(f"{guard.name} is a {value.__name__} that the code reads")
             name = writer.text(guard.name)
-            writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} == {writer.constant(value)}")
+            nan = isinstance(value, float) and math.isnan(value)  # which Dynamo takes for equal to itself
+            same = f"!= {name}" if nan else f"== {writer.constant(value)}"
+            writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} {same}")
         elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
             writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
         elif kind in _IN_WORDS and (guard.code or kind in _SAID_ONCE):
