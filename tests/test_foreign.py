@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -126,6 +127,16 @@ def test_a_prediction_is_a_lower_bound_where_floats_or_branches_come_of_an_index
     with torch.no_grad():
         model(x)
     assert sum(graphs_of(model).values()) == needed
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.int64])
+def test_numbers_of_numpy_are_one_graph_and_no_prediction_says_more(kind: type) -> None:
+    model, x = Sequence(*(IndexedBlock(4, kind(index)) for index in range(4))).eval(), torch.randn(2, 4)
+    assert zoo.find_regions(model, args=(x,)).graphs_needed == 1
+    zoo.compile_regions(model, backend="eager")
+    with torch.no_grad():
+        model(x)
+    assert graphs_of(model) == {"IndexedBlock": 1}
 
 
 def test_predictions_in_training_know_what_requires_a_gradient() -> None:

@@ -227,6 +227,8 @@ def _attribute(value: Any) -> Attribute | None:
     """None for a value that is not compared."""
     if isinstance(value, enum.Enum):  # which may be an int or a string as well
         return Attribute("enum", repr(value))
+    if type(value).__module__ == "numpy":  # tensors to Dynamo, also those that are floats
+        return None
     if isinstance(value, _PLAIN):
         return Attribute(type(value).__name__, repr(value))
     if isinstance(value, types.MethodType):
