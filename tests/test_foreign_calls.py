@@ -298,6 +298,26 @@ def test_a_layer_that_training_drops_was_not_bypassed() -> None:
         model.blocks[0](x)
 
 
+class Dropping(Sequence):
+    """Leaves out what it is told to."""
+
+    dropped: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x if index in self.dropped else block(x)
+        return x
+
+
+def test_sizes_that_vary_are_a_graph_for_layers_that_were_dropped_before() -> None:
+    model = compiled(Dropping(nn.Linear(4, 4), *(Block(4) for _ in range(5))), regions=[Block])
+    with warnings.catch_warnings(), zoo.enforce_budget(model):
+        warnings.simplefilter("ignore", zoo.RegionWarning)
+        for rows, model.dropped in ((3, (2, 4)), (5, (1, 3)), (7, (1, 2)), (9, ())):
+            model(torch.randn(rows, 4)).sum().backward()
+    assert graphs_of(model) == {"Block": 2}
+
+
 class Slot:
     def __init__(self) -> None:
         self.held = torch.ones(2, 4)

@@ -234,6 +234,9 @@ class RegionCall:
             return compiled(*args, **kwargs)
         if self._sizes is None or not self._learns_sizes:
             self._sizes = lifted.new_sizes()
+        elif not self._sizes:
+            self._sizes = lifted.sizes_for(self.module)
+            self._varied |= self.newly_varied()
         static, views = False, (*args, *kwargs.values())
         if self._learns_sizes:
             args = tuple(map(without_base, args))

@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 import types
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ class Lifted:
     """Dotted names of the numbers that differ between the blocks of a class.
 
     ``items`` is how many items a list needs for each block's index to pick one, ``told`` whether the user was warned.
-    ``met`` holds the first numbers among the arguments of alike calls, ``varying`` names those that were others later.
+    ``met`` holds the first numbers among the arguments of alike calls, ``varying`` names those that were others later;
+    ``first`` is, for each structure, the call of the model that first compiled it and what its block learns of sizes.
     """
 
     ints: tuple[str, ...] = ()
@@ -43,6 +45,7 @@ class Lifted:
     told: bool = False
     met: dict[Hashable, dict[str, Attribute]] = field(default_factory=dict)
     varying: set[str] = field(default_factory=set)
+    first: dict[Hashable, tuple[Any, Any, Sizes]] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -94,6 +97,20 @@ class Lifted:
         self.varying |= {name for name, number in numbers.items() if first.get(name, number) != number}
         return numbers
 
+    def sizes_for(self, module: nn.Module) -> Sizes:
+        """What a block knows that has learned nothing: one that training dropped from calls, what its like learned."""
+        *_, outermost = _module_calls()
+        model, tensors = outermost["self"], _tensors((outermost["args"], outermost["kwargs"]))
+        if not module.training or model is module or not tensors:
+            return self.new_sizes()
+        built = structure(module)
+        if built not in self.first:
+            self.first[built] = weakref.ref(model), weakref.ref(tensors[0]), self.new_sizes()
+            return self.first[built][2]
+        first_model, first_input, sizes = self.first[built]
+        # In the same call of the model, another size is of another stage.
+        return sizes if first_model() is model and first_input() is not tensors[0] else self.new_sizes()
+
     def new_sizes(self) -> Sizes:
         """What Dynamo knows before the first call: that the floats vary, and arguments that did between blocks."""
         from torch._dynamo import pgo
@@ -118,7 +135,7 @@ class Lifted:
         found: set[str] = set()
         for state in sizes.values():
             for name, entry in state.automatic_dynamic.items():
-                if "._base" in name or name.startswith(own):
+                if "._base" in name or name.startswith(own) or name.endswith(".own_index"):
                     continue
                 words = re.sub(r"^L\['(\w+)'\]", r"\1", name)
                 if isinstance(entry.size, tuple):  # of a tensor
@@ -301,13 +318,10 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     A size that the block's weights have as well stays as it is: it may be theirs. Returns whether any is static.
     """
     marked: dict[str, set[int]] = {"_dynamo_dynamic_indices": set(), "_dynamo_static_indices": set()}
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            for tensor in _tensors((frame.f_locals["args"], frame.f_locals["kwargs"])):
-                for mark, sizes in marked.items():
-                    sizes.update(tensor.shape[index] for index in getattr(tensor, mark, ()))
-        frame = frame.f_back
+    for call in _module_calls():
+        for tensor in _tensors((call["args"], call["kwargs"])):
+            for mark, sizes in marked.items():
+                sizes.update(tensor.shape[index] for index in getattr(tensor, mark, ()))
     if not any(marked.values()):
         return False
     of_weights = {size for weight in module.parameters() for size in weight.shape}
@@ -320,6 +334,15 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             elif size in static:
                 torch._dynamo.mark_static(tensor, index)
     return bool(marked["_dynamo_static_indices"])
+
+
+def _module_calls() -> Iterator[dict[str, Any]]:
+    """The modules that are being called, as ``self`` with ``args`` and ``kwargs``, from the innermost outwards."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            yield frame.f_locals
+        frame = frame.f_back
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
