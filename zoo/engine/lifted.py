@@ -211,6 +211,7 @@ def _narrowed(tx: Any, tensor: Any, index: Any, *value: Any) -> tuple[Any, ...]:
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     index = index.realize()
+    # A lone symbol that reads is a select by itself; one that writes is not.
     items = [each.realize() for each in index.items] if isinstance(index, TupleVariable) else [index] * len(value)
     found = any(isinstance(each, SymNodeVariable) for each in items)
     if found and all(isinstance(each, SymNodeVariable | ConstantVariable | SliceVariable) for each in items):
