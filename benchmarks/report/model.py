@@ -88,6 +88,17 @@ class MeasuredArm:
         return work.count / self.p50 * 1e3 if work is not None and work.count and self.p50 else None
 
     @property
+    def p10(self) -> float | None:
+        """The tenth percentile of its rounds, in which the least else ran on the machine."""
+        return _p10(self.result)
+
+    @property
+    def apart(self) -> float | None:
+        """How far its control's tenth percentile is from its own, as a fraction of the smaller."""
+        own, copied = self.p10, self.control and _p10(self.control)
+        return None if own is None or copied is None else max(own, copied) / min(own, copied) - 1
+
+    @property
     def host_ms(self) -> float | None:
         """Other tenants of the machine only ever add to the host's time: a low percentile of the rounds."""
         steady = self.result.steady
@@ -257,6 +268,11 @@ def _ratio(reference: Result, arm: Result, clock: str) -> Ratio:
     if reference.environment == arm.environment and all_of_one:
         return _paired(tuple(theirs[n] for n in common), tuple(ours[n] for n in common))
     return _unpaired(tuple(first), tuple(second))
+
+
+def _p10(result: Result) -> float | None:
+    steady = result.steady
+    return stats.p10(steady.samples) if steady is not None and steady.samples else None
 
 
 # A table asks for the same ratio several times: for the figure, its verdict and the notes.

@@ -267,12 +267,13 @@ def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) ->
 
 
 def arms(races: Sequence[MeasuredRace]) -> Table:
-    """A row per race with the milliseconds of each arm, and how far two copies of one arm were apart."""
+    """A row per race with each arm's milliseconds, and how far two copies of one were apart, by tenth percentiles."""
     names = list(dict.fromkeys(arm.name for race in races for arm in race.arms))
     rows = []
     for race in races:
-        found = {arm.name: significant(arm.p50) for arm in race.arms}
-        noise = NOTHING if race.noise is None else f"{race.noise:.0%}"
+        found = {arm.name: significant(arm.p10) for arm in race.arms}
+        apart = [arm.apart for arm in race.arms if arm.apart is not None]
+        noise = f"{max(apart):.0%}" if apart else NOTHING
         title = f"{race.case.model}, {race.case.input}, {race.case.dtype}"
         rows.append([title, *(found.get(name, NOTHING) for name in names), noise])
     return ["model, input", *names, "A/A noise"], rows
