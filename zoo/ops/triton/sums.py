@@ -1,18 +1,19 @@
 """The sum of few numbers over the processes of a host, in one kernel that can begin while the one before it ends.
 
-Each process writes its numbers into the memory of all, each number in one word with the count of the sum. A process that
-finds the count has the number: none waits at a barrier. NCCL calls this protocol LL; see Hu et al., 2025,
-https://arxiv.org/abs/2507.04786. All add up in the order of ranks, in float32, and get equal bits. On two H200s a sum of
-4,096 numbers takes 1.8 us of a CUDA graph; with flags behind the numbers 4.3, torch's one-shot all-reduce 6.6, NCCL 7.8.
+Each process writes its numbers into the memory of all, each number in one word with the count of the sum. A process
+that finds the count has the number: none waits at a barrier. NCCL calls this protocol LL; see Hu et al., 2025,
+https://arxiv.org/abs/2507.04786. All add up in the order of ranks, in float32, and get equal bits. On two H200s a sum
+of 4,096 numbers takes 1.8 us of a CUDA graph; with flags behind the numbers 4.3, torch's one-shot all-reduce 6.6, NCCL
+7.8.
 
 A process has two places for the numbers of each rank: one for sums of even count, one for those of odd. No number is
 overwritten before it was read. A process that writes for sum e + 2 has ended its sum e + 1; so it has found what all
-wrote for that one, which each began after its own sum e had ended and had read what is overwritten now. Kernels of one stream end
-in their order, and touch what is shared after all before them have ended: one that begins early calls ``gdc_wait``
-before that, which waits for the end of the kernel before it, and so of all, since that one waited for those before it.
-The same holds for each program alone, whatever the size of a sum: it writes and reads all words of its block every
-time. In each word it finds the count of the last sum but one until the new one arrives, so the lowest 16 bits of a
-count are enough.
+wrote for that one, which each began after its own sum e had ended and had read what is overwritten now. Kernels of one
+stream end in their order, and touch what is shared after all before them have ended: one that begins early calls
+``gdc_wait`` before that, which waits for the end of the kernel before it, and so of all, since that one waited for
+those before it. The same holds for each program alone, whatever the size of a sum: it writes and reads all words of its
+block every time. In each word it finds the count of the last sum but one until the new one arrives, so the lowest 16
+bits of a count are enough.
 
 Shape legend: R processes, P programs, W words of a program.
 """
