@@ -95,7 +95,7 @@ class MeasuredArm:
     @property
     def apart(self) -> float | None:
         """How far its control's tenth percentile is from its own, as a fraction of the smaller."""
-        own, copied = self.p10, self.control and _p10(self.control)
+        own, copied = self.p10, None if self.control is None else _p10(self.control)
         return None if own is None or copied is None else max(own, copied) / min(own, copied) - 1
 
     @property
