@@ -247,6 +247,8 @@ def test_regions_of_another_model_are_refused(tmp_path: Path) -> None:
     zoo.save_compiled(blocks, tmp_path / "compiled")
     with pytest.raises(zoo.ArtifactError, match="how regions of a Linear are chosen; call zoo.compile_regions"):
         zoo.load_compiled(nn.Linear(8, 8), tmp_path / "compiled")
+    with pytest.raises(TypeError, match="model is a .*Path, expected an nn.Module"):
+        zoo.load_compiled(tmp_path / "compiled", nn.Linear(8, 8))
 
 
 def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from training_models import build, draw, loss_of, optimizer_of
+from training_models import Weighted, build, draw, loss_of, optimizer_of
 
 import zoo
 from zoo.engine.graphed_step import CaptureError
@@ -249,6 +249,23 @@ def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_noth
     apart = TrainingStep(model, loss_of, torch.optim.AdamW([{"params": [p]} for p in model.parameters()], fused=True))
     with pytest.raises(ValueError, match=r"parameter 1 was 0\.bias in group 0, and is 0\.bias in group 1"):
         apart.load(tmp_path)
+
+
+def test_weights_of_a_loss_are_saved_with_it_or_refused(tmp_path: Path):
+    def begin() -> tuple[TrainingStep, Any]:
+        model, loss = build(), Weighted()
+        return TrainingStep(model, loss, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)), loss
+
+    (step, loss), batches = begin(), draw(4)
+    step(batches[0])
+    with pytest.raises(ValueError, match=r"1 parameters of SGD are not of the model .*step\.save\(folder, loss=loss\)"):
+        step.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    step.save(tmp_path, loss=loss)
+    expected = [step(batch).item() for batch in batches]
+    step, loss = begin()
+    step.load(tmp_path, loss=loss)
+    assert [step(batch).item() for batch in batches] == expected
 
 
 def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from training_models import build, draw, loss_of, optimizer_of, plain_losses
+from training_models import Weighted, build, draw, loss_of, optimizer_of, plain_losses
 
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
@@ -426,7 +426,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     ),
     "group": (
         lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}),
-        r"lr of parameter group 1 was None .*call step.release\(\)",
+        r"other parameters learn .*: call step.release\(\)",
     ),
     "frozen": (
         lambda model, optimizer: model[0].requires_grad_(False),
@@ -535,6 +535,22 @@ def test_several_optimizers_are_refused():
     model = build()
     with pytest.raises(TypeError, match=r"optimizer is a list, expected one torch\.optim\.Optimizer"):
         TrainingStep(model, loss_of, [optimizer_of(model)] * 2)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    model = build()
+    with pytest.raises(ValueError, match=r"LBFGS\.step\(\) needs a closure"):
+        TrainingStep(model, loss_of, torch.optim.LBFGS(model.parameters()))
+
+
+def test_parameters_that_the_optimizer_lacks_are_named(recwarn: pytest.WarningsRecorder):
+    model, loss = build(), Weighted()
+    with pytest.warns(TrainingWarning, match=r"2 parameters .* SGD .* \(3\.bias, loss\.factor\): add them"):
+        TrainingStep(model, loss, torch.optim.SGD([*model.parameters()][:-1], 0.1))
+    recwarn.clear()
+    list(model.parameters())[-1].requires_grad_(False)
+    TrainingStep(model, loss, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1))
+    assert not recwarn
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])

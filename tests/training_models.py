@@ -56,3 +56,14 @@ def plain_losses(
         optimizer.step()
         losses.append(total)
     return losses
+
+
+class Weighted(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, batch) * self.factor.exp() - self.factor

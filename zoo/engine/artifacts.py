@@ -163,12 +163,12 @@ def load_compiled(
         ValueError: If the key is empty.
     """
     _check_key(key)
-    path = Path(path)
+    plan, path = plan_of(model), Path(path)
     problems: list[str] = []
     index = _read_index(path, key, problems)
     if index:
         problems += _differences(index, model)
-    if plan_of(model) is None and not (strict and problems):
+    if plan is None and not (strict and problems):
         try:
             choices = _choices(index["choices"], model) if index else Choices()
         except (KeyError, TypeError) as error:  # objects that JSON has no form of, another model's regions

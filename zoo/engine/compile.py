@@ -95,6 +95,8 @@ _UNCOMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan of a compiled model; None for an eager one, which every deepcopy and unpickled model is."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     return _PLANS.get(model)
 
 

@@ -26,6 +26,14 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
 
     if stateless := [name for name, other in others.items() if not hasattr(other, "state_dict")]:
         raise ValueError(f"{stateless[0]} is a {type(others[stateless[0]]).__name__} without state_dict()")
+    kept = {
+        param for part in (step.model, *others.values()) if isinstance(part, nn.Module) for param in part.parameters()
+    }
+    if lost := sum(param not in kept for group in step.optimizer.param_groups for param in group["params"]):
+        raise ValueError(
+            f"{lost} parameters of {type(step.optimizer).__name__} are not of the model and would not be saved: give "
+            "what holds them, as in step.save(folder, loss=loss)"
+        )
     # Two files cannot be replaced at once: each says which save it is of.
     pair = secrets.token_hex(8)
     random = {"cpu": torch.get_rng_state()}

@@ -31,7 +31,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class TrainingWarning(UserWarning):
-    """A training step runs without a CUDA graph."""
+    """A training step runs without a CUDA graph, or some parameters will not change."""
 
 
 class NonFiniteError(RuntimeError):
@@ -67,7 +67,8 @@ class TrainingStep:
     Args:
         model: In training mode, on its device.
         loss: Called as ``loss(model, batch)``, returns a scalar. All work on the GPU belongs in here.
-        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. For the CUDA graph: fused,
+        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. Parameters that learn and that it
+            lacks are warned of. For the CUDA graph: fused,
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
@@ -89,6 +90,7 @@ class TrainingStep:
         most_graphs: int = 8,
     ) -> None:  # fmt: skip
         _check_options(model, optimizer, autocast, clip_norm)
+        _warn_of_unchanged(model, loss, optimizer)
         validate.count("warmup", warmup, 2)
         validate.count("report_every", report_every)
         validate.count("most_graphs", most_graphs)
@@ -169,9 +171,9 @@ class TrainingStep:
     def save(self, folder: str | Path, **others: Any) -> None:
         """Write weights, optimizer, random and other states to ``model.safetensors`` and ``training.pt`` in a folder.
 
-        ``others`` are objects with a ``state_dict()``: a scheduler, a sampler. NonFiniteError if a loss was not finite;
-        ValueError if something has no state, or one that :meth:`load` could not read, or the model is spread over
-        several processes.
+        ``others`` are objects with a ``state_dict()``: a scheduler, a sampler, a loss with weights. NonFiniteError if a
+        loss was not finite; ValueError if something has no state, or one that :meth:`load` could not read, if the
+        optimizer has parameters of neither the model nor ``others``, or the model is spread over several processes.
         """
         _refuse_several_processes(self._groups)
         self._watch.check()
@@ -357,6 +359,9 @@ def _check_options(
     given = [param for group in optimizer.param_groups for param in group["params"]]
     if own.isdisjoint(given):
         raise ValueError(f"{name} has none of the {len(own)} parameters of this {cls}: make it of model.parameters()")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(f"{name}.step() needs a closure, which runs the model more than once: take another optimizer")
     spread = given if groups_of(model) else []
     if stale := sum(param not in own for param in spread):
         raise ValueError(f"{stale} of {name}'s parameters are not of this {cls}: make it after parallelize")
@@ -373,6 +378,25 @@ def _check_options(
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+
+
+def _warn_of_unchanged(model: nn.Module, loss: Any, optimizer: Optimizer) -> None:
+    """Warn of parameters that learn and that the optimizer does not have: they get gradients and never change."""
+    given = {param for group in optimizer.param_groups for param in group["params"]}
+    parts = {"": model} | ({"loss.": loss} if isinstance(loss, nn.Module) else {})
+    names = [
+        prefix + name
+        for prefix, part in parts.items()
+        for name, param in part.named_parameters()
+        if param.requires_grad and param not in given
+    ]
+    if names:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        validate.warn(
+            f"{len(names)} parameters that learn are not in {type(optimizer).__name__} and will not change ({shown}): "
+            "add them to it, or freeze them by requires_grad_(False)",
+            TrainingWarning,
+        )
 
 
 def _refuse_several_processes(groups: Sequence[Any]) -> None:
@@ -485,6 +509,8 @@ class FrozenOptions:
 
     def check(self) -> None:
         """RuntimeError if a number changed, a tensor (the learning rate) was replaced, or other parameters learn."""
+        if self._which_learn() != self._learning:
+            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
         options = self._options()
         for place, value in (self._seen | options).items():
             was, value = self._seen.get(place), options.get(place)
@@ -494,8 +520,6 @@ class FrozenOptions:
                     "now: write into a tensor (group['lr'].fill_(...)), give a schedule cycle_momentum=False, or call "
                     "step.release() to capture again"
                 )
-        if self._which_learn() != self._learning:
-            raise RuntimeError("other parameters learn than when the step was captured: call step.release()")
 
     def _which_learn(self) -> list[bool]:
         return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
