@@ -330,8 +330,11 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     for tensor in _tensors((args, kwargs)):
         own = getattr(tensor, "_dynamo_dynamic_indices", None)  # of the model's input itself
         for index, size in enumerate(tensor.shape):
-            if size in dynamic if own is None else index in own:
+            if own is None and size in dynamic:
                 torch._dynamo.maybe_mark_dynamic(tensor, index)
+            elif own is not None and index in own:
+                # The inputs of other blocks have this mark, which torch 2.15 puts beside no stronger one.
+                tensor.__dict__.setdefault("_dynamo_weak_dynamic_indices", set()).add(index)
             elif size in static:
                 torch._dynamo.mark_static(tensor, index)
     return bool(marked["_dynamo_static_indices"])
