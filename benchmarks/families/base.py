@@ -203,9 +203,9 @@ def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter of torch that also takes attention with fewer heads of keys than of queries, as torch 2.11 does not."""
-    names = (f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
-    attention = [getattr(torch.ops.aten, name) for name in names]
+    """A counter of torch that takes all attention: torch 2.11 leaves out grouped heads, and up to 2.14 that of a CPU."""
+    kinds = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}") for kind in kinds]
     return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(attention, _attention_flops))
 
 
