@@ -230,7 +230,11 @@ def test_misuse(name: str) -> None:
 
 
 def test_foreign_objects() -> None:
-    conv, rectangular = SAGEConv((12, 4), 3, root_weight=False), torch.tensor([[0, 4, 2], [0, 1, 2]])
+    rectangular = torch.tensor([[0, 4, 2], [0, 1, 2]])
+    for conv, x, takes in (GCNConv(12, 3), (X, X), "sources alone"), (SAGEConv(12, 3), (X,) * 3, "two tensors"):
+        with pytest.raises(TypeError, match=f"x is a tuple of {len(x)}, expected .*{takes}"):
+            conv(x, rectangular)
+    conv = SAGEConv((12, 4), 3, root_weight=False)
     with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
         conv((X, None), rectangular)
     assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)

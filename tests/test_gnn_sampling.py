@@ -103,6 +103,8 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         batch = sampler.padded_to(bucket)
         assert (len(batch.nodes), len(batch.graphs[0].source), len(batch.seeds)) == (bucket.nodes, bucket.edges, 25)
         assert shapes_of(batch) == bucket.layers
+    with pytest.raises(TypeError, match=r"for batch in sampler\.epoch\(0\)"):
+        list(sampler)
     with pytest.raises(ValueError, match=r"is none of the buckets"):
         sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 

@@ -203,7 +203,7 @@ def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter of torch that takes all attention: torch 2.11 leaves out grouped heads, and up to 2.14 that of a CPU."""
+    """A counter that takes all attention: torch 2.11 leaves out grouped heads, and up to 2.14 that of a CPU."""
     kinds = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}") for kind in kinds]
     return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(attention, _attention_flops))

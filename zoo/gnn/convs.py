@@ -50,9 +50,12 @@ class _Conv(nn.Module):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
             return graph
+        if isinstance(x, tuple) and not len(x) == len(linears) == 2:
+            takes = "features of the sources alone" if len(linears) == 1 else "two tensors, sources and destinations"
+            raise TypeError(f"x is a tuple of {len(x)}, expected {takes}")
         sources: Any
         own: Any
-        sources, own = x if isinstance(x, tuple) and len(linears) == 2 else (x, x)
+        sources, own = x if isinstance(x, tuple) else (x, x)
         for each, linear in zip((sources, own), linears, strict=False):
             if linear is not None:
                 validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)

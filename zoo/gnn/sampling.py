@@ -69,7 +69,10 @@ class SampledBatch(NamedTuple):
         return pytree.tree_map_only(Tensor, Tensor.pin_memory, self)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The seeds' part [B, ...] of all nodes' labels; -100, which torch's losses leave out, where padded."""
+        """The seeds' part [B, ...] of all nodes' labels; -100, which torch's losses leave out, where padded.
+
+        IndexError if ``labels`` are not those of all nodes.
+        """
         missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
         return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
 
@@ -209,6 +212,9 @@ class NeighborSampler:
     def __len__(self) -> int:
         """Batches of an epoch."""
         return -(-len(self.seeds) // self.batch_size)
+
+    def __iter__(self) -> Iterator[SampledBatch]:
+        raise TypeError("batches are those of an epoch, whose number seeds them: for batch in sampler.epoch(0)")
 
     def to(self, device: torch.device | str) -> NeighborSampler:
         """The same sampler on another device, with the same buckets; this one stays."""
