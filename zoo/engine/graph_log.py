@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from zoo.engine.call import region_call
-from zoo.engine.signature import Attribute, input_signature, mode, own_class, signature, structure
+from zoo.engine.lifted import module_calls
+from zoo.engine.signature import Attribute, input_kinds, mode, own_class, signature, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +152,9 @@ class GraphLog:
             return None
         model, name = self._watched[module]
         return Entry(
-            compile_id=number,
-            region=own_class(module),
-            name=name,
-            model=model,
-            signature=signature(module),
-            mode=mode(module),
-            inputs=call,
-            model_inputs=root_call,
-            model_sizes=sizes,
-            graphs=graphs,
-            seconds=seconds,
-        )
+            compile_id=number, region=own_class(module), name=name, model=model, signature=signature(module),
+            mode=mode(module), inputs=call, model_inputs=root_call, model_sizes=sizes, graphs=graphs, seconds=seconds,
+        )  # fmt: skip
 
     def _end(self, args: Any) -> None:
         now = time.perf_counter()
@@ -192,27 +184,22 @@ class GraphLog:
         root_call: Hashable = None
         sizes: int | None = None
         inside: set[nn.Module] = set()
-        entry_point = nn.Module._wrapped_call_impl.__code__
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is entry_point:
-                called = frame.f_locals["self"]
-                # Only the innermost call counts: a helper compiled inside a region is not the region.
-                if module is None and called not in self._watched:
-                    return None, None, None, 1
-                args, kwargs = frame.f_locals["args"], frame.f_locals["kwargs"]
-                if module is None:
-                    module, call = called, input_signature(*args, **kwargs)
-                    number = self._watched[module][0]
-                    inside = {m for root, n in self._roots.items() if n == number for m in root.modules()}
-                if called in inside:
-                    # The outermost wins: a method of the model other than forward may be the way in.
-                    root_call = type(called), input_signature(*args, **kwargs)
-                if sizes is None and hasattr(called, "region_sizes"):
-                    sizes = _sizes(called, frame.f_locals["args"], frame.f_locals["kwargs"])
-                if called in self._roots:
-                    break
-            frame = frame.f_back  # type: ignore[assignment]
+        for frame in module_calls():
+            called, args, kwargs = (frame[name] for name in ("self", "args", "kwargs"))
+            # Only the innermost call counts: a helper compiled inside a region is not the region.
+            if module is None and called not in self._watched:
+                return None, None, None, 1
+            if module is None:
+                module, call = called, input_kinds(args, kwargs)
+                number = self._watched[module][0]
+                inside = {m for root, n in self._roots.items() if n == number for m in root.modules()}
+            if called in inside:
+                # The outermost wins: a method of the model other than forward may be the way in.
+                root_call = type(called), input_kinds(args, kwargs)
+            if sizes is None and hasattr(called, "region_sizes"):
+                sizes = _sizes(called, args, kwargs)
+            if called in self._roots:
+                break
         return module, call, root_call, sizes or 1
 
 

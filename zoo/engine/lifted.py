@@ -99,7 +99,7 @@ class Lifted:
 
     def sizes_for(self, module: nn.Module) -> Sizes:
         """What a block knows that has learned nothing: one that training dropped from calls, what its like learned."""
-        *_, outermost = _module_calls()
+        *_, outermost = module_calls()
         model, tensors = outermost["self"], _tensors((outermost["args"], outermost["kwargs"]))
         if not module.training or model is module or not tensors:
             return self.new_sizes()
@@ -319,7 +319,7 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     A size that the block's weights have as well stays as it is: it may be theirs. Returns whether any is static.
     """
     marked: dict[str, set[int]] = {"_dynamo_dynamic_indices": set(), "_dynamo_static_indices": set()}
-    for call in _module_calls():
+    for call in module_calls():
         for tensor in _tensors((call["args"], call["kwargs"])):
             for mark, sizes in marked.items():
                 sizes.update(tensor.shape[index] for index in getattr(tensor, mark, ()))
@@ -340,7 +340,7 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return bool(marked["_dynamo_static_indices"])
 
 
-def _module_calls() -> Iterator[dict[str, Any]]:
+def module_calls() -> Iterator[dict[str, Any]]:
     """The modules that are being called, as ``self`` with ``args`` and ``kwargs``, from the innermost outwards."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import sys
 import types
 from collections import defaultdict
@@ -103,17 +104,12 @@ def read_attributes(
     without: Collection[str] = (),
     contents: bool = False,
 ) -> dict[str, Attribute]:
-    """Plain Python attributes, of the module and its submodules, that running ``forward`` reads.
+    """Plain Python attributes that running ``forward`` reads, by dotted names such as ``self_attn.layer_idx``.
 
-    Storing a per-layer value costs nothing; reading it makes Dynamo guard on it. Keys are dotted names such as
-    ``self_attn.layer_idx``.
-
-    Args:
-        module: The module.
-        configuration: ``False`` leaves out the submodules that torch defines (strides, dropout rates).
-        reads: Dotted names that a call was seen to read. Without them every branch of the code counts.
-        without: Dotted names to leave out.
-        contents: Whether what dicts and objects hold counts, read or not, as an attribute of kind ``contents``.
+    Storing a per-layer value costs nothing; reading it makes Dynamo guard on it. ``configuration`` False leaves out the
+    submodules that torch defines (strides, dropout rates). ``reads`` are the names that a call was seen to read;
+    without them every branch of the code counts. ``without`` are names to leave out. With ``contents``, what dicts and
+    objects hold counts, read or not, as an attribute of kind ``contents``.
     """
     found: dict[str, Attribute] = {}
     for prefix, child in module.named_modules():
@@ -127,13 +123,8 @@ def read_attributes(
             names, seen = _names_read(own_class(child)), reads
         for name, value in vars(child).items():
             dotted = f"{prefix}.{name}" if prefix else name
-            if (
-                name not in names
-                or name.startswith("_")
-                or name == "training"
-                or dotted in without
-                or (seen is not None and dotted not in seen)
-            ):
+            left_out = name not in names or name.startswith("_") or name == "training" or dotted in without
+            if left_out or (seen is not None and dotted not in seen):
                 continue
             attribute = _attribute(value) or (_contents(value) if contents else None)
             if attribute is not None:
@@ -171,13 +162,11 @@ def mode(module: nn.Module) -> str:
     return ", ".join(words)
 
 
-def input_signature(*args: Any, **kwargs: Any) -> Hashable:
-    """Kinds of all inputs: of a tensor everything that is guarded on but its values, of a plain value the value."""
-    return input_kinds(args, kwargs)
-
-
 def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> tuple[Hashable, ...]:
-    """``input_signature``, or without sizes what a graph of symbolic sizes is specialised on."""
+    """Kinds of all inputs: of a tensor everything that is guarded on but its values, of a plain value the value.
+
+    Without ``sizes`` that is what a graph of symbolic sizes is specialised on.
+    """
     return tuple(_leaves((args, kwargs), sizes))
 
 
@@ -273,23 +262,17 @@ def _names_read(cls: type) -> set[str]:
     read: set[str] = set()
     todo = ["forward"]
     while todo:
-        member = getattr(cls, todo.pop(), None)
+        member: Any = getattr(cls, todo.pop(), None)
         if isinstance(member, property):
             member = member.fget
-        code = getattr(_unwrap(member), "__code__", None)
+        # Decorators that keep ``__wrapped__`` (deprecation helpers, kwargs filters) hide the code that really reads.
+        code = getattr(inspect.unwrap(member), "__code__", None)
         if code is None:
             continue
         new = names_in(code) - read
         read |= new
         todo.extend(name for name in new if not _defined_by_torch(cls, name))
     return read
-
-
-def _unwrap(member: Any) -> Any:
-    # Decorators that keep ``__wrapped__`` (deprecation helpers, kwargs filters) hide the code that really reads.
-    while hasattr(member, "__wrapped__"):
-        member = member.__wrapped__
-    return member
 
 
 def _defined_by_torch(cls: type, name: str) -> bool:
