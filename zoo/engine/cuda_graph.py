@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from zoo.engine.call import RegionWarning, has_stance
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep
-from zoo.engine.observe import checked_example
+from zoo.engine.observe import buffers_restored, checked_example
 
 Model = TypeVar("Model", bound=nn.Module)
 # Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.
@@ -103,12 +103,8 @@ class CapturingCall:
         if is_captured(device):
             return self._call(*args, **kwargs)  # part of a larger CUDA graph
         self._check(leaves)
-        kind = (
-            spec,
-            shapes_of(leaves),
-            tuple((place, id(value)) for place, value in static.items()),
-            self._mode(device),
-        )
+        objects = tuple((place, id(value)) for place, value in static.items())
+        kind = spec, shapes_of(leaves), objects, self._mode(device)
         step = self._steps.get(kind)
         if step is None:
             if kind in self._refused:
@@ -124,15 +120,12 @@ class CapturingCall:
             args = tuple(_to(value, device) if place not in static else value for place, value in enumerate(args))
             kwargs = {name: _to(value, device) if name not in static else value for name, value in kwargs.items()}
         try:
-            if step is None:
-                step = self._capture(kind, args, kwargs, tuple(static))
-            outputs = step(*args, **kwargs)
+            outputs = (step or self._capture(kind, args, kwargs, tuple(static)))(*args, **kwargs)
         except WeightsMovedError:
             # What was captured reads memory that the weights have left.
             self._steps.clear()
             self.captures.shapes.clear()
-            step = self._capture(kind, args, kwargs, tuple(static))
-            outputs = step(*args, **kwargs)
+            outputs = self._capture(kind, args, kwargs, tuple(static))(*args, **kwargs)
         self.captures.replays += 1
         return outputs
 
@@ -142,7 +135,7 @@ class CapturingCall:
         if Weights([self._module]).hooked():
             raise _Uncapturable("a module of it has hooks or a forward of its own, which a replay would leave out")
         try:
-            with _buffers_restored(self._module):
+            with _without_traces(self._module):
                 calls = [(args, kwargs)]
                 step = GraphedStep(self._call, calls, self._clone_outputs, static, warmup=2, pool=self._pool)
             step.check_repeatable()
@@ -217,24 +210,15 @@ class _Uncapturable(Exception):
 
 
 @contextlib.contextmanager
-def _buffers_restored(module: nn.Module) -> Iterator[None]:
+def _without_traces(module: nn.Module) -> Iterator[None]:
     """The runs before a capture leave no trace in buffers. CaptureError if one was replaced, or a parameter written."""
-    stores = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    contents = [(buffer, buffer.clone()) for buffer in module.buffers()]
     versions = [(each, each._version) for each in module.parameters() if not each.is_inference()]
-    try:
+    with buffers_restored(module) as stores:
         yield
         if any(store.get(name) is not buffer for store, before in stores for name, buffer in before.items()):
             raise CaptureError("it assigns a buffer, which a replay would leave out; write to it in place")
         if any(each._version != version for each, version in versions):
             raise CaptureError("it writes to a parameter; make it a buffer")
-    finally:
-        for store, before in stores:
-            store.clear()
-            store.update(before)
-        with torch.inference_mode(), torch.no_grad():
-            for buffer, content in contents:
-                buffer.copy_(content)
 
 
 @overload

@@ -49,28 +49,39 @@ def given_example(args: Any, kwargs: Any, inputs: Any) -> Example | None:
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put random state and, in training, buffers (running statistics) back as they were."""
-    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()] if model.training else []
-    contents = [(buffer, buffer.clone()) for buffer in model.buffers()] if model.training else []
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+def buffers_restored(model: nn.Module) -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """Put buffers back as they were: yields, of each module, where they are and what is there."""
+    stores = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield stores
     finally:
-        for held, before in buffers:
-            held.clear()
-            held.update(before)
-        with torch.no_grad():
+        for store, before in stores:
+            store.clear()
+            store.update(before)
+        with torch.inference_mode():
             for buffer, content in contents:
                 buffer.copy_(content)
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Put random state and, in training, buffers (running statistics) back as they were."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    with contextlib.ExitStack() as stack:
+        if model.training:
+            stack.enter_context(buffers_restored(model))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        yield
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, *, grad: bool = True) -> Iterator[None]:
     """A call of the model in here is eager, in the model's mode, and leaves nothing behind."""
-    with undisturbed(model), torch.set_grad_enabled(model.training and torch.is_grad_enabled()), _eager():
+    grad &= model.training and torch.is_grad_enabled()
+    # A hook on a compiled module would be traced into it, and compiling is not what a report should cost.
+    with undisturbed(model), torch.set_grad_enabled(grad), torch.compiler.set_stance("force_eager"):
         yield
 
 
@@ -188,11 +199,8 @@ def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterato
                 observed.reads.add(f"{prefix}.{name}" if prefix else name)
             return super().__getattribute__(name)
 
-    Noting.__name__, Noting.__qualname__, Noting.__module__ = (
-        original.__name__,
-        original.__qualname__,
-        original.__module__,
-    )
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Noting, name, getattr(original, name))
     module.__class__ = Noting
     try:
         yield
@@ -209,7 +217,6 @@ def device_shares(
     from torch.profiler import ProfilerActivity, profile, record_function
 
     open_ranges: list[Any] = []
-    handles = []
 
     def enter(module: nn.Module, *_: Any) -> None:
         open_ranges.append(record_function(f"zoo.region/{own_class(module).__name__}"))
@@ -218,19 +225,17 @@ def device_shares(
     def leave(*_: Any) -> None:
         open_ranges.pop().__exit__(None, None, None)
 
-    try:
+    with contextlib.ExitStack() as stack:
         for modules in chosen.values():
             for module in modules.values():
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(_watched(model, grad=False))
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with undisturbed(model), torch.no_grad(), _eager(), profile(activities=activities, acc_events=True) as profiler:
-            with record_function("zoo.model"):
-                model(*example[0], **example[1])
-            torch.cuda.synchronize()
-    finally:
-        for handle in handles:
-            handle.remove()
+        profiler = stack.enter_context(profile(activities=activities, acc_events=True))
+        with record_function("zoo.model"):
+            model(*example[0], **example[1])
+        torch.cuda.synchronize()
     # CPU-side ranges own the kernels launched inside them; the device-side copies of the ranges would count twice.
     ranges = [e for e in profiler.events() if e.device_type == torch._C._autograd.DeviceType.CPU]
     total = sum(e.device_time_total for e in ranges if e.name == "zoo.model")
@@ -240,10 +245,3 @@ def device_shares(
         region.cls: sum(e.device_time_total for e in ranges if e.name == f"zoo.region/{region.cls.__name__}") / total
         for region in chosen
     }
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    # A hook on a compiled module would be traced into it, and compiling is not what a report should cost.
-    with torch.compiler.set_stance("force_eager"):
-        yield
