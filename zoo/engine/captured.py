@@ -100,12 +100,9 @@ def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif depth and isinstance(value, (list, tuple)):
-            found += tensors_in(value, depth - 1)
-        elif depth and isinstance(value, dict):
-            found += tensors_in(value.values(), depth - 1)
-        elif depth and not isinstance(value, (type, types.ModuleType)):
-            found += tensors_in(getattr(value, "__dict__", {}).values(), depth - 1)
+        elif depth and not isinstance(value, type | types.ModuleType):
+            held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            found += tensors_in(value if isinstance(value, list | tuple) else held.values(), depth - 1)
     return found
 
 
@@ -137,13 +134,12 @@ def shape_of(leaf: Any) -> Any:
 
 def describe(leaves: Iterable[Any]) -> str:
     """Dtype, shape and device of tensors, constants as they are."""
-    words = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            words.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}")
-        else:
-            words.append(repr(leaf))
-    return ", ".join(words)
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device}"
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        for leaf in leaves
+    )
 
 
 def reachable_modules(*roots: Any) -> list[nn.Module]:
@@ -166,9 +162,8 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
         elif isinstance(item, types.MethodType):
             todo += [item.__self__, item.__func__]
         elif isinstance(item, types.FunctionType):
-            for cell in item.__closure__ or ():
-                # A cell that nothing was assigned to yet has no contents.
-                todo += [cell.cell_contents] if _filled(cell) else []
+            # A cell that nothing was assigned to yet has no contents, and equals an empty one.
+            todo += [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
             todo += [*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
             todo += [item.__globals__[n] for n in names_in(item.__code__) if n in item.__globals__]
             todo.append(getattr(item, "__wrapped__", None))
@@ -181,14 +176,6 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
         ):
             todo += list(getattr(item, "__dict__", {}).values())
     return list(found.values())
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 class WeightsMovedError(RuntimeError):
