@@ -7,7 +7,8 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,21 +17,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from zoo.engine import discover
 from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
 from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.direct import DirectOrInductor
-from zoo.engine.discover import (
-    FoundRegion,
-    Obstacle,
-    RegionReport,
-    declared_regions,
-    declares,
-    lifted,
-    nothing_repeats,
-    report_on,
-    resolve,
-)
+from zoo.engine.discover import FoundRegion, Given, Obstacle, RegionReport
 from zoo.engine.graph_log import GRAPH_LOG, Entry
 from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
@@ -48,7 +40,7 @@ _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune
 class Choices:
     """What ``compile_regions`` was asked for, in its own words."""
 
-    regions: Sequence[Region | type[nn.Module] | str] | None = None
+    regions: Sequence[Given] | None = None
     exclude: Sequence[type[nn.Module] | str] = ()
     mode: str | None = None
     backend: Any = "inductor"
@@ -158,11 +150,12 @@ def compile_regions(
 
 def place_calls(model: nn.Module, choices: Choices, example: Example | None = None, *, lazily: bool = False) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
-    chosen = resolve(model, choices.regions, choices.exclude, example)
-    if not chosen and not declared_regions(model):
+    chosen = discover.resolve(model, choices.regions, choices.exclude, example)
+    if not chosen and not discover.declared_regions(model):
         raise ValueError(
-            f"{type(model).__name__} declares no regions and none is discovered: {nothing_repeats(model)}; name "
-            "classes with regions=[...], or give args= or kwargs=, in whose call a block that is called again is found"
+            f"{type(model).__name__} declares no regions and none is discovered: {discover.nothing_repeats(model)}; "
+            "name classes with regions=[...], or give args= or kwargs=, in whose call a block that is called again is "
+            "found"
         )
     if not chosen:
         warnings.warn(
@@ -170,21 +163,18 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
             RegionWarning,
             stacklevel=3,
         )
-    taken = [name or "the model itself" for name, module in model.named_modules() if module._compiled_call_impl]
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     wrapper = () if dynamo is None else dynamo.OptimizedModule
-    wrapped = [name or "the model itself" for name, module in model.named_modules() if isinstance(module, wrapper)]
-    if wrapped:
+    named = [(name or "the model itself", module) for name, module in model.named_modules()]
+    if wrapped := [name for name, module in named if isinstance(module, wrapper)]:
         # Its graph would take the regions in, and nothing be compiled by regions.
         raise ValueError(
             f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...), a wrapper; pass what it wraps, its "
             "_orig_mod"
         )
-    if taken:
+    if taken := [name for name, module in named if module._compiled_call_impl]:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
-    declared = declares(model, choices.regions)
-    symbols = lifted(chosen, declared=declared)
-    report = report_on(model, chosen, declared=declared, lifted=symbols, example=example)
+    report, symbols = discover.report_on(model, choices.regions, chosen, example)
     _judge(model, report)
     # All of it before anything is compiled: what is refused for one region leaves none behind.
     calls: list[RegionCall] = []
@@ -192,11 +182,12 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         backend = choices.backend if region.backend is None else region.backend
         fullgraph = choices.fullgraph if region.fullgraph is None else region.fullgraph
         dynamic = region.dynamic if not choices.dynamic and region.dynamic is not None else choices.dynamic
-        dynamic = bool(dynamic) if declared else dynamic
+        dynamic = bool(dynamic) if report.declared else dynamic
         how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
+        lifted = None if report.declared else symbols[region]
         calls += [
             RegionCall(
-                module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=None if declared else symbols[region],
+                module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=lifted,
                 runs_directly=backend == "inductor", options=how,
             )
             for name, module in group.items()
@@ -221,8 +212,7 @@ def uncompile(model: nn.Module) -> nn.Module:
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     for module in model.modules():
         # Any of them may be what compile_regions was called on.
-        plan = _PLANS.pop(module, None)
-        if plan is not None:
+        if _PLANS.pop(module, None) is not None:
             GRAPH_LOG.forget(module)
         if module._compiled_call_impl is not None:
             if (call := region_call(module)) is not None:
@@ -248,10 +238,11 @@ class WarmUp:
     costs: tuple[RegionCost, ...]
     seconds: float
     mode: str
-    graphs: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "graphs", sum(cost.graphs for cost in self.costs))
+    @property
+    def graphs(self) -> int:
+        """Graphs of all regions together."""
+        return sum(cost.graphs for cost in self.costs)
 
     def __str__(self) -> str:
         lines = [f"{self.graphs} graph(s) in {self.seconds:.2f} s ({self.mode})"]
@@ -323,14 +314,14 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
             GRAPH_LOG.listeners.remove(note)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    costs: dict[tuple[str, object], RegionCost] = {}
+    alike: dict[Hashable, list[Entry]] = defaultdict(list)
     for entry in entries:
-        key = (entry.region.__name__, entry.key)
-        before = costs.get(key, RegionCost(entry.region.__name__, 0, 0.0, entry.name))
-        costs[key] = RegionCost(
-            before.region, before.graphs + entry.graphs, before.seconds + entry.seconds, before.first_module
-        )
-    return WarmUp(tuple(costs.values()), time.perf_counter() - started, mode_in_words(model))
+        alike[entry.key].append(entry)
+    costs = [
+        RegionCost(group[0].region.__name__, sum(e.graphs for e in group), sum(e.seconds for e in group), group[0].name)
+        for group in alike.values()
+    ]
+    return WarmUp(tuple(costs), time.perf_counter() - started, mode_in_words(model))
 
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:
@@ -343,18 +334,14 @@ def _run_backward(model: nn.Module, outputs: Any) -> None:
 
 
 def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, backend: Any) -> None:
+    why = "records a CUDA graph for every region, and the next region overwrites its outputs"
     if mode in _CUDA_GRAPH_MODES:
-        raise ValueError(
-            f"mode={mode!r} records a CUDA graph for every region, and the next region overwrites its outputs; use "
-            f"mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
-        )
+        instead = f"use mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
+        raise ValueError(f"mode={mode!r} {why}; {instead}")
     if mode not in _MODES:
         raise ValueError(f"mode is {mode!r}, expected {_MODES[1]!r} or {_MODES[2]!r}")
     if backend == "cudagraphs":
-        raise ValueError(
-            "backend='cudagraphs' records a CUDA graph for every region, and the next region overwrites its outputs; "
-            "take another, and put zoo.cuda_graph around the whole step"
-        )
+        raise ValueError(f"backend={backend!r} {why}; take another, and put zoo.cuda_graph around the whole step")
     if options and options.get("triton.cudagraphs"):
         raise ValueError("options turn triton.cudagraphs on for every region; put zoo.cuda_graph around the step")
 

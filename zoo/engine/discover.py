@@ -27,8 +27,9 @@ from zoo.engine.signature import (
     without_ddp,
 )
 
-# How a region is given.
+# How a region is given, and the modules of each by name.
 Given = Region | type[nn.Module] | str
+Chosen = Mapping[Region, Mapping[str, nn.Module]]
 
 
 def has_library_hook(module: nn.Module) -> bool:
@@ -174,32 +175,22 @@ def find_regions(
     """
     model = without_ddp(model)
     example = given_example(args, kwargs, inputs)
-    chosen, declared = resolve(model, regions, exclude, example), declares(model, regions)
-    report = report_on(model, chosen, declared=declared, lifted=lifted(chosen, declared=declared), example=example)
-    if declared or regions is not None or example is None:
+    chosen = resolve(model, regions, exclude, example)
+    report, _ = report_on(model, regions, chosen, example)
+    if report.declared or regions is not None or example is None:
         return report
     return replace(report, by_call=chosen.keys() != resolve(model, None, exclude).keys())
 
 
-def declares(model: nn.Module, regions: Sequence[Given] | None) -> bool:
-    """Whether the regions are the model's own."""
-    return regions is None and bool(declared_regions(model))
-
-
-def lifted(chosen: Mapping[Region, Mapping[str, nn.Module]], *, declared: bool) -> dict[Region, Lifted]:
-    """Numbers that are symbols of each region's graphs; none where the regions are the model's own."""
-    return {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
-
-
 def report_on(
-    model: nn.Module,
-    chosen: Mapping[Region, Mapping[str, nn.Module]],
-    *,
-    declared: bool,
-    lifted: Mapping[Region, Lifted],
-    example: Example | None = None,
-) -> RegionReport:
-    """The report of ``find_regions`` on regions that are resolved already."""
+    model: nn.Module, regions: Sequence[Given] | None, chosen: Chosen, example: Example | None = None
+) -> tuple[RegionReport, dict[Region, Lifted]]:
+    """The report of ``find_regions`` on the modules that ``resolve`` chose, and each region's symbols.
+
+    Those are numbers that differ from block to block; none where the regions are the model's own.
+    """
+    declared = regions is None and bool(declared_regions(model))
+    lifted = {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
     observed = observe_call(model, chosen, example, lifted) if example else {}
     shares = device_shares(model, chosen, example) if example else {}
     found, obstacles = [], []
@@ -233,14 +224,12 @@ def report_on(
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
         differences = tuple(_differences(modules, observed, symbols))
-        at_least = (
-            bool(zeros or passed.varying or differ)
-            or _contents_differ(modules, observed)
-            or _reads_floats(modules, observed, lifted[region])
-        )
+        # Not all operations take a symbol of a float.
+        floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
+        at_least = bool(zeros or passed.varying or differ or floats) or _contents_differ(modules, observed)
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
-    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why)
+    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why), lifted
 
 
 def _weights(model: nn.Module) -> dict[int, int]:
@@ -275,8 +264,7 @@ def resolve(
         for region, modules in found.items()
         if (left := {name: m for name, m in modules.items() if id(m) not in excluded})
     }
-    _refuse_nested(chosen)
-    _refuse_lazy(chosen)
+    _refuse_nested_and_lazy(chosen)
     return chosen
 
 
@@ -308,13 +296,10 @@ def _given(model: nn.Module, given: Sequence[Given], *, required: bool) -> dict[
             raise ValueError(f"region {region.cls.__name__} given more than once")
         modules = {name: m for name, m in model.named_modules() if own_class(m) is region.cls}
         if not modules and required:
-            relatives = sorted({type(m).__name__ for m in model.modules() if isinstance(m, region.cls)})
             parts = list(dict.fromkeys(own_class(m).__name__ for m in model.modules()))
-            hint = (
-                f"its subclasses {relatives} do not count, name them"
-                if relatives
-                else f"it has {_abbreviate(parts, 8)}"
-            )
+            hint = f"it has {_abbreviate(parts, 8)}"
+            if relatives := sorted({type(m).__name__ for m in model.modules() if isinstance(m, region.cls)}):
+                hint = f"its subclasses {relatives} do not count, name them"
             raise ValueError(f"region {region.cls.__name__} matches no module of {type(model).__name__}; {hint}")
         # A configuration of a declared model need not have every kind of block.
         if modules:
@@ -340,27 +325,22 @@ def _matching(model: nn.Module, item: type[nn.Module] | str, argument: str) -> l
     return found
 
 
-def _refuse_nested(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
-    owner = {id(module): region.cls.__name__ for region, modules in chosen.items() for module in modules.values()}
-    for region, modules in chosen.items():
-        for name, module in modules.items():
-            for path, inner in module.named_modules():
-                if path and (cls := owner.get(id(inner))):
-                    raise ValueError(
-                        f"region {cls} ({name}.{path}) is nested in region {region.cls.__name__} ({name}): the outer "
-                        "one would compile it again; name one of the two"
-                    )
-
-
-def _refuse_lazy(chosen: Mapping[Region, Mapping[str, nn.Module]]) -> None:
-    for region, modules in chosen.items():
-        for name, module in modules.items():
-            for path, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if is_lazy(tensor):
-                    raise ValueError(
-                        f"region {region.cls.__name__}: {name}.{path} has no shape before the first call; call the "
-                        "model once on an example first"
-                    )
+def _refuse_nested_and_lazy(chosen: Chosen) -> None:
+    every = [(region.cls.__name__, name, module) for region, group in chosen.items() for name, module in group.items()]
+    owner = {id(module): cls for cls, _, module in every}
+    for cls, name, module in every:
+        for path, inner in module.named_modules():
+            if path and id(inner) in owner:
+                raise ValueError(
+                    f"region {owner[id(inner)]} ({name}.{path}) is nested in region {cls} ({name}): the outer one "
+                    "would compile it again; name one of the two"
+                )
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"region {cls}: {name}.{path} has no shape before the first call; call the model once on an "
+                    "example first"
+                )
 
 
 def nothing_repeats(model: nn.Module) -> str:
@@ -462,11 +442,6 @@ def _without_symbols(
             return kind
     passed.note_numbers(module, call)
     return rest, frozenset((name, number) for name, number in numbers.items() if name not in passed.varying)
-
-
-def _reads_floats(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Lifted) -> bool:
-    """Whether a call read a float that differs between blocks: not all operations take a symbol."""
-    return any(not observed[name].reads.isdisjoint(symbols.floats) for name in modules if name in observed)
 
 
 def _zero_rates(
