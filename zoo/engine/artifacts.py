@@ -105,16 +105,21 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             raise ValueError(
                 f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...) first"
             )
-        others = {_KERNELS: _pack_kernels(), _CACHES: _pack_caches() if saved.skipped else b""}
+        others = {}
+        kernels = sys.modules.get("zoo.engine.kernel")
+        if kernels is not None and (files := kernels.cached_files()):
+            others[_KERNELS] = pickle.dumps(files)
+        # The compiler's caches, for what must be traced again.
+        if saved.skipped and (caches := torch.compiler.save_cache_artifacts()):
+            others[_CACHES] = caches[0]
         for name, data in others.items():
-            if data:
-                (partial / name).write_bytes(data)
+            (partial / name).write_bytes(data)
         index: dict[str, Any] = {
             "fingerprint": _fingerprint(model),
             "sources": {each: _hash_of_module(each) for each in sorted(sources)},
             "choices": _choices_in_words(plan),
             "entries": saved.entries,
-            "files": {name: _written(data) for name, data in others.items() if data},
+            "files": {name: _written(data) for name, data in others.items()},
             "skipped": saved.skipped,
         }
         if key is not None:
@@ -164,8 +169,16 @@ def load_compiled(
     """
     _check_key(key)
     plan, path = plan_of(model), Path(path)
+    index: dict[str, Any] = {}
     problems: list[str] = []
-    index = _read_index(path, key, problems)
+    try:
+        index = read_index(path)
+    except ArtifactError as error:
+        if key is not None:
+            raise
+        problems.append(str(error).removeprefix(f"{path}: "))
+    if key is not None and not hmac.compare_digest(str(index.get("hmac")), _sign(index, key)):
+        raise ArtifactError(f"{path} was {'signed with another key' if 'hmac' in index else 'not signed'}")
     if index:
         problems += _differences(index, model)
     if plan is None and not (strict and problems):
@@ -277,19 +290,6 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
-def _read_index(path: Path, key: bytes | str | None, problems: list[str]) -> dict[str, Any]:
-    try:
-        index = read_index(path)
-    except ArtifactError as error:
-        if key is not None:
-            raise
-        problems.append(str(error).removeprefix(f"{path}: "))
-        return {}
-    if key is not None and not hmac.compare_digest(str(index.get("hmac")), _sign(index, key)):
-        raise ArtifactError(f"{path} was {'signed with another key' if 'hmac' in index else 'not signed'}")
-    return index
-
-
 def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What was otherwise when the folder was written, in words."""
     # Through JSON, which knows no tuples.
@@ -332,9 +332,8 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton,
         "cuda": torch.version.cuda,
-        "device": [torch.cuda.get_device_name(each) for each in gpus] or platform.machine(),
-        "capability": [list(torch.cuda.get_device_capability(each)) for each in gpus]
-        or torch.backends.cpu.get_cpu_capability(),
+        "device": [*map(torch.cuda.get_device_name, gpus)] or platform.machine(),
+        "capability": [*map(torch.cuda.get_device_capability, gpus)] or torch.backends.cpu.get_cpu_capability(),
         "threads": None if gpus else torch.get_num_threads(),
         "zoo": __version__,
         "zoo's sources": _hash_of_zoo(),
@@ -387,8 +386,12 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             calls.setdefault(_in_words(own_class(module)), []).append(call)
     for name, written in index["files"].items():
         data = _checked(path / Path(name).name, written, problems)
-        if data is not None:
-            (_unpack_kernels if name == _KERNELS else torch.compiler.load_cache_artifacts)(data)
+        if data is not None and name == _KERNELS:
+            from zoo.engine.kernel import cache_files
+
+            cache_files(pickle.loads(data))
+        elif data is not None:
+            torch.compiler.load_cache_artifacts(data)
     for entry in index["entries"]:
         data = _checked(path / Path(entry["file"]).name, entry, problems)
         served = calls.get(entry["region"], [])
@@ -456,21 +459,3 @@ def _choices(words: Mapping[str, Any], model: nn.Module) -> Choices:
 
     chosen = {name: words[name] and [region(each) for each in words[name]] for name in ("regions", "exclude")}
     return Choices(**{**words, **chosen})
-
-
-def _pack_kernels() -> bytes:
-    kernels = sys.modules.get("zoo.engine.kernel")
-    files = {} if kernels is None else kernels.cached_files()
-    return pickle.dumps(files) if files else b""
-
-
-def _unpack_kernels(data: bytes) -> None:
-    from zoo.engine.kernel import cache_files
-
-    cache_files(pickle.loads(data))
-
-
-def _pack_caches() -> bytes:
-    """The compiler's caches, for what must be traced again."""
-    caches = torch.compiler.save_cache_artifacts()
-    return b"" if caches is None else caches[0]

@@ -42,13 +42,10 @@ _IDENTITY = {
 _CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "BOOL_FALSE", "BOOL_TRUE"}
 # Their code says all of it, beside types by their address.
 _IN_WORDS = {
-    *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "HASATTR"),
-    *("DUPLICATE_INPUT", "OBJECT_ALIASING", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
+    *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "OBJECT_ALIASING"),
 }
-# What Dynamo has asked in one guard, it leaves out of the next.
-_SAID_ONCE = {
-    *("HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"),
-}
+# So does theirs, or it is empty: what Dynamo has asked in one guard, it leaves out of the next.
+_SAID_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # Parts of code, whose source files are compared instead.
@@ -305,7 +302,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} {same}")
         elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
             writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
-        elif kind in _IN_WORDS and (guard.code or kind in _SAID_ONCE):
+        elif kind in _SAID_ONCE or (kind in _IN_WORDS and guard.code):
             for code in guard.code:
                 if not code.startswith("___check_type_id"):
                     writer.ask(writer.text(code))
