@@ -68,16 +68,9 @@ class RegionCall:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        name: str = "",
-        fullgraph: bool,
-        dynamic: bool | None = False,
-        lifted: Lifted | None = None,
-        runs_directly: bool,
-        options: Callable[[], dict[str, Any]],
-    ) -> None:
+        self, module: nn.Module, *, name: str = "", fullgraph: bool, dynamic: bool | None = False,
+        lifted: Lifted | None = None, runs_directly: bool, options: Callable[[], dict[str, Any]],
+    ) -> None:  # fmt: skip
         self.module = module
         self._name = name
         self._runs_directly = runs_directly

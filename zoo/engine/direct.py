@@ -25,18 +25,8 @@ from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
 # Products, convolutions and attention, which a library computes whoever calls it.
-_LIBRARY = {
-    torch.conv2d,
-    torch.mm,
-    torch.bmm,
-    torch.matmul,
-    torch.addmm,
-    torch._addmm_activation,
-    torch.baddbmm,
-    operator.matmul,
-    F.linear,
-    F.scaled_dot_product_attention,
-    "addmm_",
+_LIBRARY = {torch.conv2d, F.linear, F.scaled_dot_product_attention, operator.matmul, "addmm_"} | {
+    *(torch.mm, torch.bmm, torch.matmul, torch.addmm, torch._addmm_activation, torch.baddbmm),
 }
 # What moves no data: functions, and methods by name. ``contiguous`` copies nothing where the layout is right already.
 _VIEWS = {operator.getitem, torch.empty, torch.empty_like, torch.ops.aten._unsafe_view.default} | {
@@ -119,7 +109,9 @@ def _view_once(graph: fx.Graph, records: bool) -> None:
     roots: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         value, source = node.meta.get("example_value"), _source(node)
-        if source is None or not isinstance(value, Tensor) or not _share_memory(value, source.meta["example_value"]):
+        if source is None or not isinstance(value, Tensor):
+            continue
+        if value.untyped_storage()._cdata != source.meta["example_value"].untyped_storage()._cdata:
             continue
         if node.target == "contiguous":
             node.replace_all_uses_with(source)
@@ -155,10 +147,6 @@ def _source(node: fx.Node) -> fx.Node | None:
     if node.target is operator.getitem and source.target in _VIEWS and source.args:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), Tensor) else None
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _has_fixed_layout(tensor: Tensor) -> bool:
@@ -211,9 +199,8 @@ def _call_libraries(graph: fx.Graph, records: bool) -> None:
             with graph.inserting_before(node):
                 turned = graph.call_method("t", (weight,))
             turned.meta["example_value"] = matrix.detach().t()
-            _replace(
-                graph, node, *((torch.mm, (rows, turned)) if bias is None else (torch.addmm, (bias, rows, turned)))
-            )
+            product = (torch.mm, (rows, turned)) if bias is None else (torch.addmm, (bias, rows, turned))
+            _replace(graph, node, *product)
 
 
 def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
@@ -356,15 +343,9 @@ def _straight_line(
 
 
 def _launch(
-    kernels: list[Any],
-    bind: bool,
-    kernel_idx: int,
-    constant_args_idx: int,
-    grid: list[Any],
-    kwargs: dict[str, Any],
-    tma_descriptor_metadata: dict[str, Any],
-    **_: Any,
-) -> tuple[Callable[..., None], list[Any], dict[str, Any]]:
+    kernels: list[Any], bind: bool, *, kernel_idx: int, constant_args_idx: int, grid: list[Any],
+    kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any], **_: Any,
+) -> tuple[Callable[..., None], list[Any], dict[str, Any]]:  # fmt: skip
     """A function that launches a kernel, and the arguments to call it with, by position and by name."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
@@ -381,7 +362,7 @@ def _launch(
     # A symbolic size that follows a constant.
     computed = {name: each for name, each in named.items() if isinstance(each, fx.Node)}
     options.update((name, each) for name, each in named.items() if name not in computed)
-    described = [_described(each, tile) for each, tile in zip(positional, tiles, strict=True)]
+    described = [*map(_described, positional, tiles)]
     kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] if tiles[index] else _at_its_address(positional[index]) for index in varying]
@@ -427,13 +408,11 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
     value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint
-    if isinstance(value, Tensor):
-        if tile is None:
-            return value.dtype
+    if tile is not None:
         from zoo.engine.kernel import by_tile
 
         return by_tile(None, torch.empty(tile, dtype=value.dtype, device="meta"), tile)
-    return value
+    return value.dtype if isinstance(value, Tensor) else value
 
 
 @recorded
@@ -453,10 +432,8 @@ def _function(
             ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
             outputs = output if isinstance(output, tuple) else (output,)
             # Torch 2.11 returns symbolic sizes too, whose gradients nobody reads.
-            ctx.layouts = [
-                (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, Tensor) else ()
-                for each in outputs
-            ]
+            made = [each if isinstance(each, Tensor) else None for each in outputs]
+            ctx.layouts = [() if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in made]
             ctx.mark_non_differentiable(*(outputs[index] for index in constant))
             # Most outputs are there for the backward, and zeros for their gradients would be a launch each.
             ctx.set_materialize_grads(False)
