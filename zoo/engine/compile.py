@@ -93,19 +93,11 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def compile_regions(
-    model: nn.Module,
-    *,
-    regions: Sequence[Region | type[nn.Module] | str] | None = None,
-    exclude: Sequence[type[nn.Module] | str] = (),
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    inputs: Any = None,
-    mode: str | None = None,
-    backend: Any = "inductor",
-    options: Mapping[str, Any] | None = None,
-    dynamic: bool | None = None,
-    fullgraph: bool = True,
-) -> nn.Module:
+    model: nn.Module, *, regions: Sequence[Region | type[nn.Module] | str] | None = None,
+    exclude: Sequence[type[nn.Module] | str] = (), args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None, inputs: Any = None, mode: str | None = None, backend: Any = "inductor",
+    options: Mapping[str, Any] | None = None, dynamic: bool | None = None, fullgraph: bool = True,
+) -> nn.Module:  # fmt: skip
     """Compile each region of a model in place; nothing is compiled before the first call (or ``warm_up``).
 
     State-dict keys, parameters and the class of the model stay as they are. A deepcopy or a pickle of the model is

@@ -22,6 +22,7 @@ from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.observe import buffers_restored, checked_example
 
 Model = TypeVar("Model", bound=nn.Module)
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 # Kinds of call that were seen once and may be captured when seen again. The oldest is forgotten first.
 _MOST_REMEMBERED = 16
 
@@ -227,26 +228,15 @@ def cuda_graph(  # type: ignore[overload-overlap]
 ) -> Model: ...
 @overload
 def cuda_graph(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    clone_outputs: bool = ...,
-    static: Iterable[int | str] = ...,
-    buckets: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] | None = ...,
+    fn: Callable[..., Any], args: tuple[Any, ...] = ..., kwargs: Mapping[str, Any] | None = ..., *,
+    clone_outputs: bool = ..., static: Iterable[int | str] = ..., buckets: Sequence[Call] | None = ...,
     warmup: int = ...,
-) -> GraphedStep: ...
+) -> GraphedStep: ...  # fmt: skip
 def cuda_graph(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    clone_outputs: bool = True,
-    static: Iterable[int | str] = (),
-    buckets: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
-    warmup: int = 3,
-    most_graphs: int = 8,
-) -> Any:
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *,
+    clone_outputs: bool = True, static: Iterable[int | str] = (), buckets: Sequence[Call] | None = None,
+    warmup: int = 3, most_graphs: int = 8,
+) -> Any:  # fmt: skip
     """Capture ``fn(*args, **kwargs)`` in a CUDA graph; or, given a module alone, its calls whenever they repeat.
 
     ``cuda_graph(module)`` returns the same module. The first call of a kind (shapes and dtypes of tensors, values of

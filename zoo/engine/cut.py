@@ -65,7 +65,9 @@ class Cut:
                 copies[part.cls].append(part)
         of_torch = {cls for cls in copies if forward_in_torch_nn(cls)}
         made_of_modules = {cls for cls, parts in copies.items() if any(part.children for part in parts)}
-        marked = _marks(model)
+        # Class names that the model's library marks as its blocks: a module that holds several of one is no block.
+        lists = (getattr(module, mark, None) for module in model.modules() for mark in _MARKS)
+        marked = {name for marks in lists if isinstance(marks, list | tuple | set) for name in marks}
         self.repeated: list[type[nn.Module]] = []
         self.classes: list[type[nn.Module]] = []
         for considered in (copies.keys() - of_torch, of_torch & made_of_modules):
@@ -86,8 +88,7 @@ class Cut:
             if self.classes:
                 return
         if not self.repeated:
-            lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == 1)
-            alone = {type(module[0]) for module in lists}
+            alone = {type(each[0]) for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == 1}
             self.classes = [cls for cls in copies if cls in alone - of_torch]
 
     def _choose(self, candidates: list[type[nn.Module]]) -> None:
@@ -148,15 +149,12 @@ class Cut:
                 path = f"{name}.{child_name}" if name else child_name
                 children.append(self._part(path, child, self._calls.get(child) or calls * times[id(child)]))
         built = own_structure(module), tuple((part.name[len(name) :], part.kind) for part in children)
-        matrix = any(_is_matrix(parameter) for parameter in module.parameters(recurse=False))
+        weights = module.parameters(recurse=False)
+        matrix = any(is_lazy(weight) or sum(size > 1 for size in weight.shape) > 1 for weight in weights)
         own = int(matrix and not isinstance(module, nn.Embedding))
         kind = self._kinds.setdefault(built, len(self._kinds))
         layers = own + sum(part.layers * part.calls for part in children) / calls
         return _Part(name, module, own_class(module), kind, own, calls, layers, children)
-
-
-def _is_matrix(parameter: nn.Parameter) -> bool:
-    return is_lazy(parameter) or sum(size > 1 for size in parameter.shape) > 1
 
 
 def _inside(part: _Part) -> Iterator[_Part]:
@@ -169,9 +167,3 @@ def _repeated(part: _Part) -> set[str]:
     """Names of the classes of several layers that occur more than once inside a module."""
     counts = Counter(inner.cls.__name__ for inner in _inside(part) if inner.layers > 1)
     return {name for name, count in counts.items() if count > 1}
-
-
-def _marks(model: nn.Module) -> set[str]:
-    """Class names that the model's library marks as its blocks: a module that holds several of one is no block."""
-    lists = (getattr(module, mark, None) for module in model.modules() for mark in _MARKS)
-    return {name for marks in lists if isinstance(marks, list | tuple | set) for name in marks}

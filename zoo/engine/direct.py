@@ -405,7 +405,7 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
     That is the dtype of a tensor, a descriptor of one without data if it is read by tiles, the size that a symbol has.
     """
-    value = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    value: Any = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value.node.hint
     if tile is not None:

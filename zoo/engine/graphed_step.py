@@ -56,19 +56,17 @@ class _Bucket:
     graph: torch.cuda.CUDAGraph | None = None
 
 
-def _present_mode(device: str) -> Callable[[], contextlib.ExitStack]:
+def _present_mode(device: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """What enters the grad mode, inference mode and autocast of now again."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    dtype, cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
-    def enter() -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(torch.autocast(device, dtype, enabled=enabled))
-        return stack
+    @contextlib.contextmanager
+    def mode() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(device, dtype, enabled=cast):
+            yield
 
-    return enter
+    return mode
 
 
 class GraphedStep:
@@ -80,14 +78,9 @@ class GraphedStep:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]],
-        clone_outputs: bool,
-        static: tuple[int | str, ...],
-        warmup: int,
-        pool: Any = None,
-    ) -> None:
+        self, fn: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], clone_outputs: bool,
+        static: tuple[int | str, ...], warmup: int, pool: Any = None,
+    ) -> None:  # fmt: skip
         self._fn = fn
         self._clone = clone_outputs
         self._lock = threading.Lock()
@@ -137,10 +130,7 @@ class GraphedStep:
         if (key := shapes_of(leaves)) in self._buckets:
             raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
         bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
-        if self.pool is not None:
-            self._capture(bucket, warmup)
-        else:
-            self._imitate(bucket, warmup)
+        (self._imitate if self.pool is None else self._capture)(bucket, warmup)
         self._buckets[key] = bucket
         self._only = bucket if len(self._buckets) == 1 else None
 
@@ -218,18 +208,14 @@ class GraphedStep:
         return bucket
 
     def _call(self, bucket: _Bucket) -> Any:
-        leaves = [
-            leaf if buffer is None else buffer for leaf, buffer in zip(bucket.leaves, bucket.buffers, strict=True)
-        ]
-        nested = not isinstance(self._spec, tuple)
-        if nested:
-            given = pytree.tree_unflatten(leaves, self._spec)
-        else:
-            given = dict(zip(self._spec, leaves, strict=True))
+        both = zip(bucket.leaves, bucket.buffers, strict=True)
+        leaves = [leaf if buffer is None else buffer for leaf, buffer in both]
+        flat = isinstance(self._spec, tuple)
+        given = dict(zip(self._spec, leaves, strict=True)) if flat else pytree.tree_unflatten(leaves, self._spec)
         every = {**given, **self._static}
         args = [every.pop(place) for place in range(sum(isinstance(place, int) for place in every))]
         outputs = self._fn(*args, **every)
-        if nested:
+        if not flat:
             after = pytree.tree_leaves(given)
             if len(after) != len(leaves) or any(one is not other for one, other in zip(after, leaves, strict=True)):
                 raise CaptureError("it changes a list or a dict that it is given, which a replay would leave out")
@@ -261,10 +247,9 @@ class GraphedStep:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(index)
                 cause = failure or error
+                why = f"{_first_line(cause)}{_where(cause)}{_remedy(cause)}"
                 try:
-                    raise CaptureError(
-                        f"capture failed: {_first_line(cause)}{_where(cause)}{_remedy(cause)}"
-                    ) from cause
+                    raise CaptureError(f"capture failed: {why}") from cause
                 finally:
                     # Its traceback holds this frame: a circle that would keep what the step computed in memory.
                     failure = cause = None  # type: ignore[assignment]

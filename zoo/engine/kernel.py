@@ -165,13 +165,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
 
     def bound(
-        self,
-        grid: tuple[int, ...],
-        arguments: list[Any],
-        positions: list[int],
-        options: dict[str, Any],
+        self, grid: tuple[int, ...], arguments: list[Any], positions: list[int], options: dict[str, Any],
         tiles: Sequence[list[int] | None] = (),
-    ) -> Callable[..., None]:
+    ) -> Callable[..., None]:  # fmt: skip
         """A launch of which nothing changes but the tensors: a function of the tensors at these positions.
 
         Those for which ``tiles`` has a shape are read by tiles of it. Their kinds may not change, and their device is

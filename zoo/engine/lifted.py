@@ -429,12 +429,9 @@ class OwnEntry(MutableMapping[int, Any]):
 
 @contextmanager
 def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[list[Any]]]:
-    """Meanwhile the lists of ``items`` items or more, and the dicts by int, in the arguments hold a block's own apart.
+    """Meanwhile lists of ``items`` items or more, and dicts by int, hold the one at a block's ``index`` apart.
 
-    Args:
-        index: The block's.
-        items: Shorter lists are left alone.
-        arguments: Where to look, and in the attributes of objects there.
+    They are looked for in the arguments, and in the attributes of objects there. Yields the lists.
     """
     swapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
     addresses = []
@@ -471,12 +468,9 @@ def _containers(holders: Iterable[dict[Any, Any]], items: int) -> Iterator[tuple
             if isinstance(value, torch.Tensor | nn.Module | type) or id(value) in seen:
                 continue
             seen.add(id(value))
-            if type(value) is list:
-                if len(value) >= items:
-                    yield holder, key, value
-            elif type(value) is dict:
-                if all(type(each) is int for each in value):
-                    yield holder, key, value
+            by_int = type(value) is dict and all(type(each) is int for each in value)
+            if by_int or (type(value) is list and len(value) >= items):
+                yield holder, key, value
             elif hasattr(value, "__dict__"):
                 todo.append(vars(value))
 

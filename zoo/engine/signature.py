@@ -97,13 +97,9 @@ class Attribute:
 
 
 def read_attributes(
-    module: nn.Module,
-    *,
-    configuration: bool = True,
-    reads: Collection[str] | None = None,
-    without: Collection[str] = (),
-    contents: bool = False,
-) -> dict[str, Attribute]:
+    module: nn.Module, *, configuration: bool = True, reads: Collection[str] | None = None,
+    without: Collection[str] = (), contents: bool = False,
+) -> dict[str, Attribute]:  # fmt: skip
     """Plain Python attributes that running ``forward`` reads, by dotted names such as ``self_attn.layer_idx``.
 
     Storing a per-layer value costs nothing; reading it makes Dynamo guard on it. ``configuration`` False leaves out the
