@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
 from zoo.engine.lifted import Lifted, lifted_in, number_at
-from zoo.engine.observe import Example, Observed, count_calls, device_shares, given_example, observe_call
+from zoo.engine.observe import Chosen, Example, Observed, count_calls, device_shares, given_example, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import (
     Attribute,
@@ -27,9 +27,10 @@ from zoo.engine.signature import (
     without_ddp,
 )
 
-# How a region is given, and the modules of each by name.
+# How a region is given, its modules by name, and what a call showed of them.
 Given = Region | type[nn.Module] | str
-Chosen = Mapping[Region, Mapping[str, nn.Module]]
+Modules = Mapping[str, nn.Module]
+Seen = Mapping[str, Observed]
 
 
 def has_library_hook(module: nn.Module) -> bool:
@@ -145,14 +146,10 @@ class RegionReport:
 
 
 def find_regions(
-    model: nn.Module,
-    regions: Sequence[Region | type[nn.Module] | str] | None = None,
-    *,
-    exclude: Sequence[type[nn.Module] | str] = (),
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    inputs: Any = None,
-) -> RegionReport:
+    model: nn.Module, regions: Sequence[Region | type[nn.Module] | str] | None = None, *,
+    exclude: Sequence[type[nn.Module] | str] = (), args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None, inputs: Any = None,
+) -> RegionReport:  # fmt: skip
     """Report which submodules can be compiled as regions, how many graphs they need and what stands in the way.
 
     Args:
@@ -248,17 +245,16 @@ def resolve(
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
-    if isinstance(regions, (str, type, Region)):
-        raise TypeError(f"regions is {regions!r}, expected a list of module classes and paths: regions=[...]")
-    if isinstance(exclude, (str, type)):
-        raise TypeError(f"exclude is {exclude!r}, expected a list of classes and paths: exclude=[...]")
+    for argument, given in {"regions": regions, "exclude": exclude}.items():
+        if isinstance(given, str | type | Region):
+            raise TypeError(f"{argument} is {given!r}, expected a list of classes and paths: {argument}=[...]")
     excluded = {id(part) for item in exclude for m in _matching(model, item, "exclude") for part in m.modules()}
-    given = declared_regions(model) if regions is None else regions
-    if not given and regions is None:
+    declared = declared_regions(model)
+    if regions is None and not declared:
         calls = count_calls(model, example) if example else None
         found = {Region(cls): modules for cls, modules in Cut(model, calls).regions().items()}
     else:
-        found = _given(model, given, required=regions is not None)
+        found = _given(model, declared if regions is None else regions, required=regions is not None)
     chosen = {
         region: left
         for region, modules in found.items()
@@ -357,11 +353,7 @@ def nothing_repeats(model: nn.Module) -> str:
 
 
 def _obstacles(
-    region: Region,
-    modules: Mapping[str, nn.Module],
-    observed: Mapping[str, Observed],
-    symbols: Collection[str],
-    skipped: Iterable[str],
+    region: Region, modules: Modules, observed: Seen, symbols: Collection[str], skipped: Iterable[str]
 ) -> Iterator[Obstacle]:
     cls = region.cls
     if "forward" not in vars(cls):
@@ -402,9 +394,7 @@ def _obstacles(
         yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
 
 
-def _differences(
-    modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Collection[str]
-) -> Iterator[str]:
+def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> Iterator[str]:
     """What makes modules of one class differ: tensors in one line, then attributes one by one."""
     shapes: dict[str, dict[str, None]] = defaultdict(dict)
     for module in modules.values():
@@ -423,7 +413,7 @@ def _differences(
             yield f"{key}: {_abbreviate(list(values))}"
 
 
-def _by_structure(modules: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
+def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:
     """Modules by name, those of one structure together."""
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in modules.items():
@@ -444,9 +434,7 @@ def _without_symbols(
     return rest, frozenset((name, number) for name, number in numbers.items() if name not in passed.varying)
 
 
-def _zero_rates(
-    region: Region, modules: Mapping[str, nn.Module], observed: Mapping[str, Observed], symbols: Lifted
-) -> Iterator[Obstacle]:
+def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifted) -> Iterator[Obstacle]:
     """Rates that are zero in some modules of a structure only: drop paths, which code mostly leaves out then."""
     groups = _by_structure(modules)
     if not symbols.floats:
@@ -466,7 +454,7 @@ def _zero_rates(
             )
 
 
-def _contents_differ(modules: Mapping[str, nn.Module], observed: Mapping[str, Observed]) -> bool:
+def _contents_differ(modules: Modules, observed: Seen) -> bool:
     """Whether dicts and objects of modules of one structure hold different values."""
     held: dict[Hashable, set[str]] = defaultdict(set)
     for name, module in modules.items():
@@ -476,9 +464,7 @@ def _contents_differ(modules: Mapping[str, nn.Module], observed: Mapping[str, Ob
     return any(len(texts) > 1 for texts in held.values())
 
 
-def _read(
-    name: str, module: nn.Module, observed: Mapping[str, Observed], *, configuration: bool
-) -> dict[str, Attribute]:
+def _read(name: str, module: nn.Module, observed: Seen, *, configuration: bool) -> dict[str, Attribute]:
     reads = observed[name].reads if name in observed else None
     return read_attributes(module, configuration=configuration, reads=reads, contents=True)
 

@@ -22,6 +22,8 @@ from zoo.engine.signature import input_kinds, is_torch_class, own_class
 
 # Positional and keyword arguments of one call of a model.
 Example = tuple[tuple[Any, ...], dict[str, Any]]
+# The modules of each region, by name.
+Chosen = Mapping[Region, Mapping[str, nn.Module]]
 
 
 def checked_example(args: Any = (), kwargs: Any = None) -> Example:
@@ -114,10 +116,7 @@ class Observed:
 
 
 def observe_call(
-    model: nn.Module,
-    chosen: Mapping[Region, Mapping[str, nn.Module]],
-    example: Example,
-    lifted: Mapping[Region, Lifted],
+    model: nn.Module, chosen: Chosen, example: Example, lifted: Mapping[Region, Lifted]
 ) -> dict[str, Observed]:
     """Run the model once, eagerly and in its mode, and watch every region module, by name.
 
@@ -128,42 +127,40 @@ def observe_call(
         stack.enter_context(_watched(model))
         for region, modules in chosen.items():
             for name, module in modules.items():
-
-                def note(
-                    _: nn.Module,
-                    args: Any,
-                    kwargs: Any,
-                    observed: Observed = seen[name],
-                    sizes: bool = not region.dynamic,
-                    index: int | None = lifted[region].own_index(module),
-                    items: int = lifted[region].items,
-                ) -> None:
-                    positional = dict(enumerate(args))
-                    with contextlib.ExitStack() as own:
-                        if index is not None:
-                            lists = own.enter_context(own_items(index, items, positional, kwargs))
-                            observed.own = [(each, index, each[index]) for each in lists]
-                        observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
-                    observed.running, observed.calls = True, set()
-
-                def leave(*_: Any, observed: Observed = seen[name]) -> None:
-                    # Dynamo takes the index by which a list is written to for a constant.
-                    written = [
-                        ("item", index)
-                        for each, index, item in observed.own
-                        if not any(kept is item for kept in each[index : index + 1])
-                    ]
-                    observed.inputs.setdefault((*observed.kinds, *written), set()).update(observed.calls)
-                    observed.running = False
-
-                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                stack.enter_context(_noting_inputs(module, seen[name], lifted[region], sizes=not region.dynamic))
                 for prefix, child in module.named_modules():
                     if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
         with _NotingCalls(seen.values()):
             model(*example[0], **example[1])
     return seen
+
+
+@contextlib.contextmanager
+def _noting_inputs(module: nn.Module, observed: Observed, lifted: Lifted, *, sizes: bool) -> Iterator[None]:
+    """Note the kinds of input of a region's calls, and when it runs."""
+    index = lifted.own_index(module)
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        positional = dict(enumerate(args))
+        with contextlib.ExitStack() as own:
+            if index is not None:
+                lists = own.enter_context(own_items(index, lifted.items, positional, kwargs))
+                observed.own = [(each, index, each[index]) for each in lists]
+            observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
+        observed.running, observed.calls = True, set()
+
+    def leave(*_: Any) -> None:
+        # Dynamo takes the index by which a list is written to for a constant.
+        kept = ((index, item, each[index : index + 1]) for each, index, item in observed.own)
+        written = [("item", index) for index, item, now in kept if not any(each is item for each in now)]
+        observed.inputs.setdefault((*observed.kinds, *written), set()).update(observed.calls)
+        observed.running = False
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
 
 
 class _NotingCalls(TorchDispatchMode):
@@ -208,9 +205,7 @@ def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterato
         module.__class__ = original
 
 
-def device_shares(
-    model: nn.Module, chosen: Mapping[Region, Mapping[str, nn.Module]], example: Example
-) -> dict[type[nn.Module], float]:
+def device_shares(model: nn.Module, chosen: Chosen, example: Example) -> dict[type[nn.Module], float]:
     """Each region class' share of the model's kernel time in one eager call; empty where there is no GPU."""
     if not any(p.is_cuda for p in model.parameters()):
         return {}
