@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from zoo.engine.call import RegionCall, RegionWarning, region_call
-from zoo.engine.compile import Choices, Plan, place_calls, plan_of
+from zoo.engine.compile import Choices, Plan, compiled_plan, place_calls, plan_of
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.region import Region
@@ -73,9 +73,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             is empty.
         OSError: If the folder cannot be written.
     """
-    plan = plan_of(model)
-    if plan is None:
-        raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    plan = compiled_plan(model)
     path = Path(path)
     check_target(path)
     _check_key(key)
@@ -379,9 +377,7 @@ def _modules_of(files: set[str]) -> set[str]:
 def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]:
     problems: list[str] = []
     calls: dict[str, list[RegionCall]] = {}
-    plan = plan_of(model)
-    assert plan is not None
-    for module in plan.modules_of(model).values():
+    for module in compiled_plan(model).modules_of(model).values():
         if (call := region_call(module)) is not None:
             calls.setdefault(_in_words(own_class(module)), []).append(call)
     for name, written in index["files"].items():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zoo.engine.call import region_call
-from zoo.engine.compile import Plan, plan_of
+from zoo.engine.compile import Plan, compiled_plan
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import GRAPH_LOG, Entry, place_of_break, recompile_reason
 from zoo.engine.signature import choices_of, mode, without_ddp
@@ -57,12 +57,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
         BudgetError: On leaving, naming every violation.
     """
     model = without_ddp(model)
-    plan = plan_of(model)
-    if plan is None:
-        raise ValueError(
-            f"{type(model).__name__} has no compiled regions to enforce a budget on: call zoo.compile_regions(model) "
-            "(a deepcopy or unpickled model is eager until then)"
-        )
+    plan = compiled_plan(model)
     GRAPH_LOG.listen()
     first = len(GRAPH_LOG.entries)
     breaks = _breaks()

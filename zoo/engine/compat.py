@@ -64,8 +64,4 @@ def name_fallbacks_alone() -> None:
     """
     exc = sys.modules.get("torch._inductor.exc")
     if exc is not None and _TORCH < FALLBACKS_ARE_LAZY:
-        exc.OperatorIssue.operator_str = staticmethod(_name_alone)
-
-
-def _name_alone(target: Any, args: Any, kwargs: Any) -> str:
-    return f"  target: {target}"
+        exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")

@@ -92,6 +92,16 @@ def plan_of(model: nn.Module) -> Plan | None:
     return _PLANS.get(model)
 
 
+def compiled_plan(model: nn.Module) -> Plan:
+    """The plan of a compiled model; ValueError for an eager one."""
+    if (plan := plan_of(model)) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first (a deepcopy or "
+            "unpickled model is eager until then)"
+        )
+    return plan
+
+
 def compile_regions(
     model: nn.Module, *, regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (), args: tuple[Any, ...] = (),
@@ -266,9 +276,7 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
     """
     from tqdm.auto import tqdm
 
-    plan = plan_of(without_ddp(model))
-    if plan is None:
-        raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    plan = compiled_plan(without_ddp(model))
     if not args and kwargs and kwargs.keys() <= {"args", "kwargs"}:
         parameters = inspect.signature(without_ddp(model).forward).parameters.values()
         names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}

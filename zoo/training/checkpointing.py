@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from zoo.engine.compile import plan_of
+from zoo.engine.compile import compiled_plan
 from zoo.engine.discover import declared_regions
 
 
@@ -34,8 +34,7 @@ def checkpoint_regions(
     Raises:
         ValueError: If the model is not compiled, has no block of this class, or is checkpointed already.
     """
-    if (plan := plan_of(model)) is None:
-        raise ValueError(f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first")
+    plan = compiled_plan(model)
     if every < 1:
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
     regions = set(plan.modules_of(model).values())
