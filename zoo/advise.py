@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -38,6 +37,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zoo
+from zoo.registry import did_you_mean
 
 # The lines that make an arm of ``model``: they are run as they are printed.
 CODE = {
@@ -116,7 +116,7 @@ def _function(name: str) -> Callable[[], Any]:
     """What ``module:function`` or ``file.py:function`` names."""
     where, _, function = name.rpartition(":")
     if not where or not function:
-        known = _did_you_mean(name, zoo.list_models())
+        known = did_you_mean(name, zoo.list_models())
         raise Refused(f"{name!r} is neither file.py:function nor module:function nor a model of the zoo{known}")
     try:
         if where.endswith(".py"):
@@ -128,7 +128,7 @@ def _function(name: str) -> Callable[[], Any]:
         raise Refused(f"{where} cannot be imported: {_in_a_line(error)}") from error
     if not hasattr(module, function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise Refused(f"{where} has no function {function!r}{_did_you_mean(function, own)}")
+        raise Refused(f"{where} has no function {function!r}{did_you_mean(function, own)}")
     found: Callable[[], Any] = getattr(module, function)
     if not callable(found):
         raise Refused(f"{name} is {_kind(found)}, expected a function that returns (model, inputs)")
@@ -153,11 +153,6 @@ def _named(name: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
     ):
         raise Refused(f"{type(model).__name__}.forward takes *args; return the inputs by name, as a dict")
     return dict(bound.arguments)
-
-
-def _did_you_mean(wrong: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(wrong, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _kind(value: Any) -> str:

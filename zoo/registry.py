@@ -63,7 +63,7 @@ def list_models(family: str | None = None) -> list[str]:
     if family is None:
         return [name for each in _FAMILIES.values() for name in each.presets]
     if family not in _FAMILIES:
-        raise ValueError(f"no family {family!r}{_did_you_mean(family, _FAMILIES)}; there are {', '.join(_FAMILIES)}")
+        raise ValueError(f"no family {family!r}{did_you_mean(family, _FAMILIES)}; there are {', '.join(_FAMILIES)}")
     return list(_FAMILIES[family].presets)
 
 
@@ -93,12 +93,12 @@ def create(
     family = next((each for each in _FAMILIES.values() if name in each.presets), None)
     if family is None:
         known = list_models()
-        raise ValueError(f"no model {name!r}{_did_you_mean(name, known)}; zoo.list_models() names all {len(known)}")
+        raise ValueError(f"no model {name!r}{did_you_mean(name, known)}; zoo.list_models() names all {len(known)}")
     config = family.presets[name]
     fields = [field.name for field in dataclasses.fields(config) if field.init]
     for key in overrides:
         if key not in fields:
-            raise ValueError(f"{name} has no option {key!r}{_did_you_mean(key, fields)}; it has {', '.join(fields)}")
+            raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, fields)}; it has {', '.join(fields)}")
     config = dataclasses.replace(config, **overrides)
     check_dtype(dtype)
     # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.
@@ -176,13 +176,14 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for name, size in sizes.items():
         if name not in known:
-            near = _did_you_mean(name, known)
+            near = did_you_mean(name, known)
             raise TypeError(f"inputs of {family.name} have no size {name!r}{near}; they have {', '.join(known)}")
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             raise TypeError(f"{name} is {size!r}, expected an integer")
     return family.example_inputs(model, **sizes)
 
 
-def _did_you_mean(wrong: str, known: Any) -> str:
+def did_you_mean(wrong: str, known: Any) -> str:
+    """A question that names what comes closest to a wrong name; empty if nothing is close."""
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

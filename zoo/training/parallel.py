@@ -81,7 +81,10 @@ def parallelize(
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
-    _copy_from_first(model, mesh)
+    # What is not split must be equal, and parts must be of one model.
+    for tensor in (*model.parameters(), *model.buffers()):
+        for group in mesh.get_all_groups():
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
     if tensor_parallel is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
@@ -184,13 +187,6 @@ def _check_untouched(model: nn.Module) -> None:
             raise ValueError(f"{where} is compiled already: call zoo.uncompile(model) first, for {_ORDER}")
     if spread := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
         raise ValueError(f"{spread[0]} is a DTensor already, of another plan or of fully_shard; {_ORDER}")
-
-
-def _copy_from_first(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all processes the weights of the first: what is not split must be equal, and parts must be of one model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        for group in mesh.get_all_groups():
-            dist.broadcast(tensor.detach(), group=group, group_src=0)
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, options: dict[str, Any]) -> None:

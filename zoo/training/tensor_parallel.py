@@ -206,9 +206,8 @@ def _make_shared(numbers: int, dtype: torch.dtype, device: torch.device, mesh: D
 
     # Asked before, since a rendezvous with another host may not end.
     hosts, devices = zip(*told((socket.gethostname(), device.index)), strict=True)
-    near = (
-        ranks > 1 and len(set(hosts)) == 1 and len(set(devices)) == ranks and max(devices) < torch.cuda.device_count()
-    )
+    near = ranks > 1 and len(set(hosts)) == 1 and len(set(devices)) == ranks
+    near = near and max(devices) < torch.cuda.device_count()
     peers = [each for each in devices if each != device.index]
     if not all(told(near and all(torch.cuda.can_device_access_peer(device.index, each) for each in peers))):
         return None
@@ -242,9 +241,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
@@ -288,9 +286,6 @@ def reorder_optimizer(model: nn.Module, state: Any, *, to_file: bool) -> None:
         for name, parameter in module.named_parameters(prefix, recurse=False):
             # New dictionaries: those of a state dict are the optimizer's own.
             if name in state:
-                state[name] = {
-                    key: reorder(value, order)
-                    if isinstance(value, Tensor) and value.shape == parameter.shape
-                    else value
-                    for key, value in state[name].items()
-                }
+                held = state[name].items()
+                moved = {key for key, value in held if isinstance(value, Tensor) and value.shape == parameter.shape}
+                state[name] = {key: reorder(value, order) if key in moved else value for key, value in held}
