@@ -72,14 +72,9 @@ class Failed(Exception):
 def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str, Any]]:
     """The model in eval mode and its inputs by name, on the device; in the dtypes they have if ``dtype`` is None.
 
-    Args:
-        name: ``file.py:function``, ``module:function`` or a preset of the zoo. The function is called after the seeds
-            of torch, numpy and Python were set, so that every process draws the same weights.
-        device: ``cuda`` or ``cpu``.
-        dtype: Of weights and inputs.
-
-    Raises:
-        Refused: If the function is not there, fails, or returns something else than a model and its inputs.
+    ``name`` is ``file.py:function``, ``module:function`` or a preset of the zoo. The function is called after the seeds
+    of torch, numpy and Python were set, so that every process draws the same weights. Refused if it is not there,
+    fails, or returns something else than a model and its inputs.
     """
     random.seed(0)
     torch.manual_seed(0)

@@ -48,8 +48,7 @@ def upstream(name: str) -> Any:
 def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.json", "*.txt", "*.model")) -> Path:
     """The file or folder; of a hub id ``"owner/name"`` the files that match the patterns are downloaded first.
 
-    Raises:
-        FileNotFoundError: If a path does not exist, or the hub does not give the files.
+    FileNotFoundError if a path does not exist, or the hub does not give the files.
     """
     path, name = Path(source), str(source)
     if path.exists():
@@ -68,13 +67,9 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file or folder, on the CPU and mapped from disk where the format allows.
 
-    Args:
-        path: A ``.safetensors`` file, a ``.pt``/``.pth``/``.bin`` file (read with ``weights_only=True``: nothing in it
-            is run), or a folder with ``model.safetensors`` or its sharded index.
-
-    Raises:
-        FileNotFoundError: If a folder holds no weights, or lacks a shard.
-        ValueError: If a file is of an unknown kind, is cut off, or does not hold a flat dict of tensors and no code.
+    A file is ``.safetensors`` or ``.pt``/``.pth``/``.bin`` (read with ``weights_only=True``: nothing in it is run), a
+    folder holds ``model.safetensors`` or its sharded index. FileNotFoundError if a folder has no weights or lacks a
+    shard; ValueError if a file is of an unknown kind, is cut off, or holds no flat dict of tensors.
     """
     tensors: dict[str, Tensor] = {}
     for file in _files(path):

@@ -201,11 +201,7 @@ def load_compiled(
 
 
 def read_index(path: str | Path) -> dict[str, Any]:
-    """The index of a folder: fingerprint, entries and files.
-
-    Raises:
-        ArtifactError: If there is none that can be read.
-    """
+    """The index of a folder: fingerprint, entries and files; ArtifactError if there is none that can be read."""
     try:
         index = json.loads((Path(path) / _INDEX).read_text())
     except FileNotFoundError as error:

@@ -54,17 +54,12 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class RegionCall:
-    """What ``module(...)`` runs once ``module`` is compiled as a region.
+    """What ``module(...)`` runs once ``module``, called ``name`` in messages, is compiled as a region.
 
-    Args:
-        module: The region.
-        name: Of the module, for messages.
-        fullgraph: As ``torch.compile`` takes it. Regions that may break run in several frames, always by Dynamo.
-        dynamic: As ``torch.compile`` takes it. With ``lifted``, None learns which sizes vary from this module's own
-            calls.
-        lifted: Numbers that are symbols of the graph; None for a region that was declared.
-        runs_directly: Whether a graph with nothing to fuse runs as it is traced.
-        options: Makes the other keyword arguments of ``torch.compile``, when something is first compiled.
+    ``fullgraph`` and ``dynamic`` are as ``torch.compile`` takes them, and ``options`` makes its other arguments when
+    something is first compiled. Regions that may break run in several frames, always by Dynamo. ``lifted`` are numbers
+    that are symbols of the graph, None for a region that was declared; with them ``dynamic=None`` learns which sizes
+    vary from this module's own calls. ``runs_directly``: a graph with nothing to fuse runs as it is traced.
     """
 
     def __init__(
@@ -404,12 +399,7 @@ def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class IdleWatch:
-    """Asks at some region calls whether the GPU has run out of work, and warns once where it mostly has.
-
-    Args:
-        model: The compiled model, named in the warning.
-        regions: Its regions. One alone has no call before it in the same step that could keep the GPU busy.
-    """
+    """Asks at some region calls whether the GPU has run out of work, and warns once where it mostly has."""
 
     SAMPLES = 64
     IDLE = 0.75
@@ -419,7 +409,7 @@ class IdleWatch:
         self._calls = [call for call in map(region_call, regions) if call is not None]
         self._seen = -2 * len(regions)  # two steps may still compile kernels
         self._idle = 0
-        if len(regions) > 1:
+        if len(regions) > 1:  # one alone has no call before it in the same step that could keep the GPU busy
             for call in self._calls:
                 call.idle_watch = self
 

@@ -25,11 +25,7 @@ _TORCH = _release(torch.__version__)
 
 
 def refuse_old_torch(version: str) -> None:
-    """Say in one line what is needed, before something that an old torch does not have fails in words of its own.
-
-    Raises:
-        ImportError: If the release is older than the oldest supported.
-    """
+    """ImportError that says in one line what is needed, before what an old torch lacks fails in words of its own."""
     if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(f"zoo needs torch {oldest} or newer, this is torch {version}; pip install --upgrade torch")

@@ -61,11 +61,8 @@ class Plan:
     told: set[str] = field(default_factory=set)  # warnings that were given
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Region modules by name. Not held: a model that is itself a region would never be freed.
-
-        Raises:
-            ValueError: If one is no longer there.
-        """
+        """Region modules by name; ValueError if one is gone."""
+        # They are not held: a model that is itself a region would never be freed.
         modules = dict(model.named_modules())
         names = [name for found in self.report.regions for name in found.modules]
         if gone := [name for name in names if name not in modules]:

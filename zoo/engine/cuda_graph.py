@@ -48,11 +48,7 @@ class CapturingCall:
     The first call of a kind runs as before, and compiles. The second one captures, later ones replay. A kind is the
     shapes, dtypes and devices of all tensors, the values of all else, and the grad, inference, autocast and training
     modes. Arguments that the module's class names in ``static_arguments`` are not copied in: a kind is that object.
-
-    Args:
-        module: The module; its present call is what is captured.
-        most_graphs: Kinds that are captured at most.
-        clone_outputs: Whether outputs are safe from the next call.
+    At most ``most_graphs`` kinds are captured. ``clone_outputs``: outputs are safe from the next call.
     """
 
     def __init__(self, module: nn.Module, most_graphs: int, clone_outputs: bool) -> None:

@@ -74,7 +74,6 @@ class GraphLog:
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         # Compilations under way: the entry as it was when they started, graphs and seconds being where these began.
         self._open: dict[str, Entry] = {}
-        self._backward_since: dict[str, float] = {}
         self._next = 0
 
     def listen(self) -> None:
@@ -131,13 +130,14 @@ class GraphLog:
         )
 
     def _start(self, args: Any) -> None:
-        if args.callback_trigger.name == "LAZY_BACKWARD":
-            self._backward_since[args.compile_id] = time.perf_counter()
-        if args.callback_trigger.name != "DYNAMO":
-            return
-        opened = self._entry(args.compile_id, graphs=_unique_graphs(), seconds=time.perf_counter())
+        number, now, opened = args.compile_id, time.perf_counter(), None
+        if args.callback_trigger.name == "DYNAMO":
+            opened = self._entry(number, graphs=_unique_graphs(), seconds=now)
+        elif args.callback_trigger.name == "LAZY_BACKWARD":
+            forward = next((each for each in reversed(self.entries) if each.compile_id == number), None)
+            opened = forward and replace(forward, graphs=0, seconds=now, backward=True)
         if opened is not None:
-            self._open[args.compile_id] = opened
+            self._open[number] = opened
 
     def note_loaded(self, file: str) -> None:
         """Note a graph that was loaded from a file, in the first call that it serves."""
@@ -157,20 +157,15 @@ class GraphLog:
         )  # fmt: skip
 
     def _end(self, args: Any) -> None:
-        now = time.perf_counter()
-        if args.callback_trigger.name == "LAZY_BACKWARD":
-            since = self._backward_since.pop(args.compile_id, None)
-            forward = next((e for e in reversed(self.entries) if e.compile_id == args.compile_id), None)
-            if since is not None and forward is not None:
-                self._add(replace(forward, graphs=0, seconds=now - since, backward=True))
+        if (opened := self._open.pop(args.compile_id, None)) is None:
             return
-        opened = self._open.pop(args.compile_id, None)
-        if opened is not None:
-            graphs, seconds = _unique_graphs() - opened.graphs, now - opened.seconds
+        ended = replace(opened, seconds=time.perf_counter() - opened.seconds)
+        if not opened.backward:
             module = next((each for each, known in self._watched.items() if known == (opened.model, opened.name)), None)
             call = None if module is None else region_call(module)
             varied = call.newly_varied() if call is not None else frozenset()
-            self._add(replace(opened, graphs=graphs, seconds=seconds, varied=varied))
+            ended = replace(ended, graphs=_unique_graphs() - opened.graphs, varied=varied)
+        self._add(ended)
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)

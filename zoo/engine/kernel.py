@@ -37,9 +37,8 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
     """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
 
-    Args:
-        launches: Kernels, arguments with dtypes in place of tensors and descriptors of tensors without data, and
-            options. What does not compile here is compiled by its launch, and a RuntimeWarning says why.
+    A launch is a kernel, arguments with dtypes in place of tensors and descriptors of tensors without data, and
+    options. What does not compile here is compiled by its launch, and a RuntimeWarning says why.
     """
     driver = triton.runtime.driver.active
     device = driver.get_current_device()

@@ -76,10 +76,9 @@ class SavedGraph:
 
 
 def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> bytes:
-    """A ``SavedGraph``, pickled. ``shapes`` of its calls, ``space`` the globals of the forward that was compiled.
+    """A ``SavedGraph``, pickled; UnsavableError if something in it cannot be.
 
-    Raises:
-        UnsavableError: If something in it cannot be written to a file.
+    ``shapes`` are those of its calls, ``space`` the globals of the forward that was compiled.
     """
     if traced.symbolic:
         raise UnsavableError(

@@ -66,21 +66,16 @@ class Guard(NamedTuple):
 
 
 class Traced:
-    """One compilation.
+    """One compilation: the graph that Dynamo traced, which a backend may rewrite to the same effect.
 
-    Args:
-        graph: What Dynamo traced; a backend may rewrite it, to the same effect.
-        product: What runs a direct graph, which is not kept.
-        by_inductor: What compiles any other from the graph and fake inputs.
+    A direct graph is not kept, only its ``product``, which runs it. ``by_inductor`` compiles any other from the graph
+    and fake inputs.
     """
 
     def __init__(
-        self,
-        graph: fx.GraphModule,
-        *,
-        product: Callable[..., Any] | None = None,
+        self, graph: fx.GraphModule, *, product: Callable[..., Any] | None = None,
         by_inductor: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         from torch._guards import CompileContext, TracingContext
 
         context = TracingContext.try_get()

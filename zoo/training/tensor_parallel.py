@@ -40,11 +40,7 @@ class BlockSplit(NamedTuple):
 
 
 def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
-    """How the blocks of an ``LLM`` or a ``Bert`` are split.
-
-    Raises:
-        ValueError: If the model has no such block, or a number of heads cannot be split in so many ways.
-    """
+    """How the blocks of an ``LLM`` or a ``Bert`` are split; ValueError if there are none, or a size does not divide."""
     splits: list[BlockSplit] = []
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
