@@ -16,7 +16,7 @@ from zoo.engine.call import region_call
 from zoo.engine.compile import Plan, compiled_plan
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import GRAPH_LOG, Entry, place_of_break, recompile_reason
-from zoo.engine.signature import choices_of, mode, without_ddp
+from zoo.engine.signature import Attribute, choices_of, mode, without_ddp
 
 
 class BudgetError(RuntimeError):
@@ -85,22 +85,20 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
 @contextmanager
 def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
     """Note the modes that each region's compiled call ran in."""
-    calls = {name: region_call(module) for name, module in modules.items()}
-    before = [(call, call.on_call) for call in calls.values() if call is not None]
+    calls = [(name, call, call.on_call) for name, module in modules.items() if (call := region_call(module))]
 
     def note(name: str, further: Callable[[nn.Module], None] | None, module: nn.Module) -> None:
         modes[name].add(mode(module))
         if further is not None:
             further(module)
 
-    for name, call in calls.items():
-        if call is not None:
-            call.on_call = functools.partial(note, name, call.on_call)
+    for name, call, further in calls:
+        call.on_call = functools.partial(note, name, further)
     try:
         yield
     finally:
-        for noted, on_call in before:
-            noted.on_call = on_call
+        for _, call, further in calls:
+            call.on_call = further
 
 
 def _over_budget(plan: Plan) -> Iterator[str]:
@@ -137,7 +135,8 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
         if not plan.report.declared:
             if plan.region_of(entry.name).region.graphs is not None:
                 continue  # counted against that
-            chosen = tuple(e for e in entry.attributes if e[0] in choices[cls] or e[1].is_zero)
+            # Code mostly branches on a rate of zero.
+            chosen = tuple(e for e in entry.signature[1] if e[0] in choices[cls] or e[1] == Attribute("float", "0.0"))
             key = cls, entry.structure, chosen, entry.mode, entry.inputs
             remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
         if key in seen and entry in new:

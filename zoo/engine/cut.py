@@ -47,11 +47,7 @@ class Cut:
     copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
     taken, those of ``torch.nn`` that are made of modules are candidates, such as ``nn.Sequential``. Where nothing
     repeats, a class that stands alone in an ``nn.ModuleList`` is taken, as of a block that the model calls again and
-    again.
-
-    Args:
-        model: The model.
-        calls: How often a call of the model calls each module; without, as often as it stands in its list.
+    again. ``calls``: how often a call of the model calls each module; without, as often as it stands in its list.
     """
 
     def __init__(self, model: nn.Module, calls: Mapping[nn.Module, int] | None = None) -> None:

@@ -132,9 +132,8 @@ class RegionReport:
             share = f", {found.weight_share:.0%} of the weights"
             share += "" if found.device_share is None else f", {found.device_share:.0%} of device time"
             graphs = _counted(found.graphs_needed, found.at_least)
-            lines.append(
-                f"  {found.name}: {len(found.modules)} module(s), {graphs} graph(s), budget {found.budget}{share}"
-            )
+            held = f"{len(found.modules)} module(s), {graphs} graph(s), budget {found.budget}"
+            lines.append(f"  {found.name}: {held}{share}")
             lines += [f"    {len(names)} x {_abbreviate(names)}" for names in found.signatures]
             lines += [f"    differs: {difference}" for difference in found.differences]
         if self.by_call:
@@ -343,9 +342,7 @@ def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model: for a message that goes on with what to do."""
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
-        return (
-            f"what repeats in it ({names}) is too little of it to gain by regions; torch.compile(model) takes it whole"
-        )
+        return f"what repeats in it ({names}) is too little to gain by regions; torch.compile(model) takes it whole"
     reason = "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
@@ -379,9 +376,7 @@ def _obstacles(
                     "selects as a tensor or hold it as a buffer",
                     certain=bool(observed),
                 )
-    inner = (
-        (f"{name}.{path}".rstrip("."), part) for name, each in modules.items() for path, part in each.named_modules()
-    )
+    inner = (each for name, module in modules.items() for each in module.named_modules(prefix=name))
     hooked = [name for name, part in inner if has_library_hook(part)]
     if hooked:
         yield Obstacle(
@@ -421,9 +416,7 @@ def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:
     return list(groups.values())
 
 
-def _without_symbols(
-    module: nn.Module, static: Hashable, call: Any, groups: Iterable[tuple[Any, Any]], passed: Lifted
-) -> Hashable:
+def _without_symbols(module: nn.Module, static: Hashable, call: Any, groups: Iterable[Any], passed: Lifted) -> Hashable:
     """A kind of input with those of its numbers that are constants of the graph: of the first of alike calls."""
     numbers, _ = numbers_in(call)
     rest = tuple(kind for kind in call if kind[1] not in numbers.values())

@@ -54,13 +54,8 @@ class Entry:
 
     @property
     def structure(self) -> Hashable:
-        """The signature without attributes."""
+        """The signature without the attributes, its second part."""
         return self.signature[0]
-
-    @property
-    def attributes(self) -> tuple[tuple[str, Attribute], ...]:
-        """The attributes in the signature."""
-        return self.signature[1]
 
 
 class GraphLog:
@@ -124,10 +119,8 @@ class GraphLog:
             parts, tensors = built
             return parts, tuple(each for each in tensors if each[0] not in buffers)
 
-        built, grad_mode = alike(structure(module)), in_mode.partition(", ")[2]
-        return any(
-            e.graphs and e.mode.partition(", ")[2] == grad_mode and alike(e.structure) == built for e in self.entries
-        )
+        built, grad = alike(structure(module)), in_mode.partition(", ")[2]
+        return any(e.graphs and e.mode.partition(", ")[2] == grad and alike(e.structure) == built for e in self.entries)
 
     def _start(self, args: Any) -> None:
         number, now, opened = args.compile_id, time.perf_counter(), None
@@ -146,14 +139,35 @@ class GraphLog:
             self._add(entry)
 
     def _entry(self, number: str, graphs: int, seconds: float) -> Entry | None:
-        """An entry for the region that is being called."""
-        module, call, root_call, sizes = self._caller()
+        """An entry for the watched module whose call is being compiled; None if there is none."""
+        module: nn.Module | None = None
+        call: Hashable = None
+        root_call: Hashable = None
+        sizes: int | None = None
+        inside: set[nn.Module] = set()
+        for frame in module_calls():
+            called, args, kwargs = (frame[name] for name in ("self", "args", "kwargs"))
+            # Only the innermost call counts: a helper compiled inside a region is not the region.
+            if module is None and called not in self._watched:
+                return None
+            if module is None:
+                module, call = called, input_kinds(args, kwargs)
+                watched = self._watched[module][0]
+                inside = {m for root, n in self._roots.items() if n == watched for m in root.modules()}
+            if called in inside:
+                # The outermost wins: a method of the model other than forward may be the way in.
+                root_call = type(called), input_kinds(args, kwargs)
+            if sizes is None and hasattr(called, "region_sizes"):
+                sizes = _sizes(called, args, kwargs)
+            if called in self._roots:
+                break
         if module is None:
             return None
         model, name = self._watched[module]
         return Entry(
             compile_id=number, region=own_class(module), name=name, model=model, signature=signature(module),
-            mode=mode(module), inputs=call, model_inputs=root_call, model_sizes=sizes, graphs=graphs, seconds=seconds,
+            mode=mode(module), inputs=call, model_inputs=root_call, model_sizes=sizes or 1, graphs=graphs,
+            seconds=seconds,
         )  # fmt: skip
 
     def _end(self, args: Any) -> None:
@@ -171,31 +185,6 @@ class GraphLog:
         self.entries.append(entry)
         for listener in list(self.listeners):
             listener(entry)
-
-    def _caller(self) -> tuple[nn.Module | None, Hashable, Hashable, int]:
-        """The watched module whose call is being compiled, its inputs, and inputs and sizes of the model around it."""
-        module: nn.Module | None = None
-        call: Hashable = None
-        root_call: Hashable = None
-        sizes: int | None = None
-        inside: set[nn.Module] = set()
-        for frame in module_calls():
-            called, args, kwargs = (frame[name] for name in ("self", "args", "kwargs"))
-            # Only the innermost call counts: a helper compiled inside a region is not the region.
-            if module is None and called not in self._watched:
-                return None, None, None, 1
-            if module is None:
-                module, call = called, input_kinds(args, kwargs)
-                number = self._watched[module][0]
-                inside = {m for root, n in self._roots.items() if n == number for m in root.modules()}
-            if called in inside:
-                # The outermost wins: a method of the model other than forward may be the way in.
-                root_call = type(called), input_kinds(args, kwargs)
-            if sizes is None and hasattr(called, "region_sizes"):
-                sizes = _sizes(called, args, kwargs)
-            if called in self._roots:
-                break
-        return module, call, root_call, sizes or 1
 
 
 def _sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -87,11 +87,6 @@ class Attribute:
         """Whether layers can each have their own: an index, a name, a list or an enum, not a flag or an activation."""
         return self.kind in ("int", "str", "list", "tuple", "enum")
 
-    @property
-    def is_zero(self) -> bool:
-        """Whether it is a rate of zero, which code mostly branches on."""
-        return self.kind == "float" and self.text == "0.0"
-
     def __str__(self) -> str:
         return self.text
 
@@ -267,13 +262,11 @@ def _names_read(cls: type) -> set[str]:
             continue
         new = names_in(code) - read
         read |= new
-        todo.extend(name for name in new if not _defined_by_torch(cls, name))
+        for name in new:
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            if owner is not None and not is_torch_class(owner):
+                todo.append(name)
     return read
-
-
-def _defined_by_torch(cls: type, name: str) -> bool:
-    owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-    return owner is None or is_torch_class(owner)
 
 
 def names_in(code: types.CodeType) -> set[str]:
