@@ -85,9 +85,8 @@ class CapturingCall:
 
     def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if reason not in self.captures.uncaptured:
-            warnings.warn(
-                f"{type(self._module).__name__} runs without a CUDA graph: {reason}", RegionWarning, stacklevel=4
-            )
+            message = f"{type(self._module).__name__} runs without a CUDA graph: {reason}"
+            warnings.warn(message, RegionWarning, stacklevel=4)
         self.captures.uncaptured[reason] += 1
         return self._call(*args, **kwargs)
 
@@ -133,8 +132,8 @@ class CapturingCall:
             raise _Uncapturable("a module of it has hooks or a forward of its own, which a replay would leave out")
         try:
             with _without_traces(self._module):
-                calls = [(args, kwargs)]
-                step = GraphedStep(self._call, calls, self._clone_outputs, static, warmup=2, pool=self._pool)
+                calls, clone = [(args, kwargs)], self._clone_outputs
+                step = GraphedStep(self._call, calls, warmup=2, clone_outputs=clone, static=static, pool=self._pool)
             step.check_repeatable()
         except Exception as error:
             # The plain run raises an error of the call's own again.
@@ -159,7 +158,6 @@ class CapturingCall:
                 yield name, kwargs[name]
 
     def _check(self, leaves: list[Any]) -> None:
-        module = self._module
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 if type(leaf) not in (Tensor, nn.Parameter):
@@ -168,9 +166,8 @@ class CapturingCall:
                     raise _Uncapturable(f"an argument is {leaf.layout}, and only strided tensors are copied in")
             elif not is_constant(leaf):
                 raise _Uncapturable(f"an argument is a {type(leaf).__name__}, which cannot be copied in")
-        if torch.is_grad_enabled() and any(
-            each.requires_grad for each in (*module.parameters(), *leaves) if isinstance(each, Tensor)
-        ):
+        tensors = (each for each in (*self._module.parameters(), *leaves) if isinstance(each, Tensor))
+        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
             raise _Uncapturable("gradients are recorded; call it under torch.no_grad() or torch.inference_mode()")
 
     def _mode(self, device: torch.device) -> tuple[Any, ...]:
@@ -276,9 +273,7 @@ def cuda_graph(
         if most_graphs < 1:
             raise ValueError(f"most_graphs is {most_graphs}, but at least one kind of call is to be captured")
         if isinstance(fn._compiled_call_impl, CapturingCall):
-            raise ValueError(
-                f"the calls of this {type(fn).__name__} are captured already; call zoo.uncompile(model) first"
-            )
+            raise ValueError(f"the calls of this {type(fn).__name__} are captured already; call zoo.uncompile(model)")
         fn._compiled_call_impl = CapturingCall(fn, most_graphs, clone_outputs)
         return fn
     if warmup < 2 and warmup != 0:
@@ -290,7 +285,8 @@ def cuda_graph(
     for index, bucket in enumerate(buckets or ()):
         if not (isinstance(bucket, (tuple, list)) and len(bucket) == 2 and isinstance(bucket[1], Mapping)):
             raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
-    return GraphedStep(fn, [example, *(buckets or ())], clone_outputs, tuple(static), warmup)
+    calls = [example, *(buckets or ())]
+    return GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))
 
 
 def captures(module: nn.Module) -> Captures:
@@ -301,7 +297,5 @@ def captures(module: nn.Module) -> Captures:
     """
     call = module._compiled_call_impl
     if not isinstance(call, CapturingCall):
-        raise ValueError(
-            f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model) first"
-        )
+        raise ValueError(f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model)")
     return call.captures

@@ -17,20 +17,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from zoo.engine.captured import (
-    Weights,
-    check_leaves,
-    describe,
-    flatten_outputs,
-    is_constant,
-    make_buffer,
-    may_write,
-    one_device,
-    reachable_modules,
-    shape_of,
-    shapes_of,
-    tensors_in,
-)
+from zoo.engine import captured
+from zoo.engine.captured import describe, flatten_outputs, may_write, shape_of, shapes_of
 
 
 class CaptureError(RuntimeError):
@@ -78,8 +66,8 @@ class GraphedStep:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], clone_outputs: bool,
-        static: tuple[int | str, ...], warmup: int, pool: Any = None,
+        self, fn: Callable[..., Any], calls: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], *, warmup: int,
+        clone_outputs: bool = True, static: tuple[int | str, ...] = (), pool: Any = None,
     ) -> None:  # fmt: skip
         self._fn = fn
         self._clone = clone_outputs
@@ -98,11 +86,11 @@ class GraphedStep:
             if spec != self._spec:
                 raise ValueError(f"bucket {index} is called with another structure of arguments than the first call")
         for leaves, _ in flat:
-            check_leaves(leaves)
+            captured.check_leaves(leaves)
         tensors = [leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        modules = reachable_modules(fn, *self._static.values())
-        self._weights = Weights(modules)
-        self.device = one_device([*tensors, *self._weights.tensors(), *tensors_in(self._static.values())])
+        self._weights = captured.Weights(captured.reachable_modules(fn, *self._static.values()))
+        tensors += [*self._weights.tensors(), *captured.tensors_in(self._static.values())]
+        self.device = captured.one_device(tensors)
         self._mode = _present_mode(self.device.type)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self.pool = pool
@@ -123,13 +111,13 @@ class GraphedStep:
                         "zoo.cuda_graph(model, args, static=...), and name that input in static="
                     )
             for leaf in bucket.outputs:
-                if not (isinstance(leaf, torch.Tensor) or is_constant(leaf)):
+                if not (isinstance(leaf, torch.Tensor) or captured.is_constant(leaf)):
                     raise CaptureError(f"its output holds a {type(leaf).__name__}, which the next replay overwrites")
 
     def _add(self, leaves: list[Any], warmup: int) -> None:
         if (key := shapes_of(leaves)) in self._buckets:
             raise ValueError(f"two buckets have the same shapes: {describe(leaves)}")
-        bucket = _Bucket(leaves, [make_buffer(leaf) for leaf in leaves])
+        bucket = _Bucket(leaves, [*map(captured.make_buffer, leaves)])
         (self._imitate if self.pool is None else self._capture)(bucket, warmup)
         self._buckets[key] = bucket
         self._only = bucket if len(self._buckets) == 1 else None
@@ -204,7 +192,7 @@ class GraphedStep:
                     "shape as one of buckets=, or pad to a captured one"
                 )
             elif leaf.requires_grad or leaf.layout is not torch.strided:
-                check_leaves([leaf])  # as when it was captured
+                captured.check_leaves([leaf])  # as when it was captured
         return bucket
 
     def _call(self, bucket: _Bucket) -> Any:

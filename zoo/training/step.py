@@ -107,18 +107,18 @@ class TrainingStep:
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
+        # Keyed by the structure and shapes of batches.
+        self._graphed: dict[Any, GraphedStep] = {}
+        self._options: FrozenOptions | None = None
+        self._seen: dict[Any, int] = {}
+        self._uncaptured: set[Any] = set()
         self._captures = cuda_graph is True or (cuda_graph is None and self.device.type != "cpu")
         self._must_capture = cuda_graph is True
         if self._captures and (obstacles := self._obstacles()):
             if cuda_graph:
                 raise ValueError(f"the step cannot be captured: {obstacles}")
             self._captures = False
-            _warn_uncaptured(obstacles)
-        # Keyed by the batches' structure and shapes, as all that follows.
-        self._graphed: dict[Any, GraphedStep] = {}
-        self._options: FrozenOptions | None = None
-        self._seen: dict[Any, int] = {}
-        self._uncaptured: set[Any] = set()
+            self._note_uncaptured(obstacles, obstacles)
         # The optimizer may outlive this step, and its captured memory with it.
         begin_anew = weakref.WeakMethod(self._begin_anew)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
@@ -240,9 +240,7 @@ class TrainingStep:
             return f"{self._most_graphs} shapes are captured already (most_graphs); pad batches to fewer shapes"
         pool = next((graphed.pool for graphed in self._graphed.values()), None)
         try:
-            self._graphed[kind] = GraphedStep(
-                self._run, [(batches, {})], clone_outputs=True, static=(), warmup=0, pool=pool
-            )
+            self._graphed[kind] = GraphedStep(self._run, [(batches, {})], warmup=0, pool=pool)
         except CaptureError as error:
             if self._must_capture:
                 raise
@@ -268,7 +266,7 @@ class TrainingStep:
             self._refuse_if_forced(why)
             self._captures = False
             self.release()
-            _warn_uncaptured(why)
+            self._note_uncaptured(why, why)
         return loss
 
     def _refuse_if_forced(self, why: str) -> None:
@@ -278,7 +276,7 @@ class TrainingStep:
     def _note_uncaptured(self, key: Any, why: str) -> None:
         if key not in self._uncaptured:
             self._uncaptured.add(key)
-            _warn_uncaptured(why)
+            validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
     def _run(self, *batches: Any) -> Tensor:
         """The whole step, which a capture records."""
@@ -408,10 +406,6 @@ def _refuse_several_processes(groups: Sequence[Any]) -> None:
 def _check_training(model: nn.Module) -> None:
     if not model.training:
         raise ValueError(f"{type(model).__name__} is in eval mode: call model.train() first")
-
-
-def _warn_uncaptured(why: str) -> None:
-    validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
 
 def _check_loss(loss: Any) -> None:
