@@ -88,7 +88,7 @@ def look(name: str, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("mke", "has no function 'mke'; did you mean 'make'?"),
+        ("mke", "has no function 'mke', did you mean 'make'?"),
         ("", "is neither file.py:function nor module:function nor a model of the zoo"),
         ("NUMBER", "is an int, expected a function"),
         ("raises", "failed: RuntimeError: the weights are gone"),
@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_named_with_the_reason(models, function, mess
     [
         ("no_such_module:make", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("folder/none.py:make", "there is no file folder/none.py"),
-        ("bert-debgu", "nor a model of the zoo; did you mean 'bert-debug'?"),
+        ("bert-debgu", "nor a model of the zoo, did you mean 'bert-debug'?"),
     ],
 )
 def test_a_name_that_leads_nowhere(name: str, message: str) -> None:

@@ -143,9 +143,8 @@ def _named(name: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
         bound = inspect.signature(model.forward).bind(*inputs)
     except TypeError as error:
         raise Refused(f"{type(model).__name__}.forward does not take {len(inputs)} input(s): {error}") from error
-    if any(
-        bound.signature.parameters[key].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for key in bound.arguments
-    ):
+    kinds = {bound.signature.parameters[key].kind for key in bound.arguments}
+    if kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD}:
         raise Refused(f"{type(model).__name__}.forward takes *args; return the inputs by name, as a dict")
     return dict(bound.arguments)
 

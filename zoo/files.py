@@ -24,14 +24,8 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 _WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin")
 
-# The extra of this package that brings a library.
-_EXTRAS = {
-    "diffusers": "diffusers",
-    "huggingface_hub": "hf",
-    "torch_geometric": "gnn",
-    "torchvision": "vision",
-    "transformers": "hf",
-}
+# The extra of this package that brings a library, where it has another name.
+_EXTRAS = {"huggingface_hub": "hf", "torch_geometric": "gnn", "torchvision": "vision", "transformers": "hf"}
 
 
 def upstream(name: str) -> Any:
@@ -42,7 +36,8 @@ def upstream(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise ImportError(f'{package} is not installed: pip install "regional-zoo[{_EXTRAS[package]}]"') from error
+        extra = _EXTRAS.get(package, package)
+        raise ImportError(f'{package} is not installed: pip install "regional-zoo[{extra}]"') from error
 
 
 def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.json", "*.txt", "*.model")) -> Path:

@@ -100,9 +100,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
                     "kept: their graphs may break (fullgraph=False), modules have hooks, or every call changes what "
                     "the guards read, such as a cache's Python attributes"
                 )
-            raise ValueError(
-                f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...) first"
-            )
+            raise ValueError(f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...)")
         others = {}
         kernels = sys.modules.get("zoo.engine.kernel")
         if kernels is not None and (files := kernels.cached_files()):

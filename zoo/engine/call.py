@@ -16,7 +16,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from torch.nn.modules import module as torch_module
 from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
+
+Call = TypeVar("Call")
 
 
 class RegionWarning(UserWarning):
@@ -276,9 +278,7 @@ class RegionCall:
         passing = (e for e in entries if e.guard_manager.cache_entry is not None and e.guard_manager.check(arguments))
         return next(passing, None), [each.compile_id for each in entries]
 
-    def _keep(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Any, known: list[Any]
-    ) -> None:
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entry: Any, known: Any) -> None:
         """Keep the entry that served a call: one whose guards passed before it, or the one compiled in it."""
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -291,12 +291,10 @@ class RegionCall:
         if entry is not None and entry.guard_manager.cache_entry is not None:
             self.add_entry(_shapes(args), entry.guard_manager, entry.code, self.forward.__globals__, traced_of(entry))
 
-    def add_entry(
-        self, shapes: Any, guards: Any, code: types.CodeType, its_globals: dict[str, Any], origin: Any
-    ) -> None:
+    def add_entry(self, shapes: Any, guards: Any, code: types.CodeType, space: dict[str, Any], origin: Any) -> None:
         """Run ``code`` in calls of these shapes whose guards pass; ``origin`` is what it can be saved by."""
         f = self.forward
-        run = types.FunctionType(code, its_globals, f.__name__, f.__defaults__, f.__closure__)
+        run = types.FunctionType(code, space, f.__name__, f.__defaults__, f.__closure__)
         run.__kwdefaults__ = f.__kwdefaults__
         kept = self.entries.setdefault(shapes, [])
         if len(self.entries) > _MOST_SHAPES:
@@ -435,9 +433,14 @@ class IdleWatch:
             )
 
 
-def region_call(module: nn.Module) -> RegionCall | None:
-    """The compiled call of a region, also where a checkpoint is around it; None for an eager module."""
+def call_of(module: nn.Module, kind: type[Call]) -> Call | None:
+    """The call of this kind that a module runs, also where another is around it; None if there is none."""
     call = module._compiled_call_impl
-    while call is not None and not isinstance(call, RegionCall):
+    while call is not None and not isinstance(call, kind):
         call = getattr(call, "__wrapped__", None)
     return call
+
+
+def region_call(module: nn.Module) -> RegionCall | None:
+    """The compiled call of a region; None for an eager module."""
+    return call_of(module, RegionCall)

@@ -157,11 +157,8 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
             "found"
         )
     if not chosen:
-        warnings.warn(
-            f"{type(model).__name__} has nothing to compile in this configuration; it runs on library kernels as it is",
-            RegionWarning,
-            stacklevel=3,
-        )
+        why = "has nothing to compile in this configuration; it runs on library kernels as it is"
+        warnings.warn(f"{type(model).__name__} {why}", RegionWarning, stacklevel=3)
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     wrapper = () if dynamo is None else dynamo.OptimizedModule
     named = [(name or "the model itself", module) for name, module in model.named_modules()]

@@ -208,9 +208,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
         return launch
 
-    def _described(
-        self, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...] | None, list[Any]]:
+    def _described(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any]]:
         """What Triton compiles a launch for, None where no launch is kept; and the arguments, tensors by address."""
         # The driver is asked about every tensor that it is handed, and not about addresses.
         key: list[Any] = [*options.items()]

@@ -42,8 +42,6 @@ class Region:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
-            raise TypeError(
-                f"a region is an nn.Module class, got {self.cls!r}; pass the class of a module, as in [Block]"
-            )
+            raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass a module's class, as in [Block]")
         if self.graphs is not None and self.graphs < 1:
             raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs}, but a region needs at least one")

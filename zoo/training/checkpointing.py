@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from zoo.engine.call import call_of
 from zoo.engine.compile import compiled_plan
 from zoo.engine.discover import declared_regions
 
@@ -59,14 +60,8 @@ def checkpoint_regions(
 
 def restores_random_state(model: nn.Module) -> bool:
     """Whether the backward of this model puts a random state back."""
-    for module in model.modules():
-        call = module._compiled_call_impl
-        # A hook on the calls may have wrapped them.
-        while call is not None and not isinstance(call, _Checkpointed):
-            call = getattr(call, "__wrapped__", None)
-        if call is not None and call.preserve_rng_state:
-            return True
-    return False
+    calls = (call_of(module, _Checkpointed) for module in model.modules())
+    return any(call is not None and call.preserve_rng_state for call in calls)
 
 
 class _Checkpointed:
