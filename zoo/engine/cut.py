@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -56,7 +56,7 @@ class Cut:
         self._seen: set[int] = set()
         self._root = self._part("", model, 1)
         copies: dict[type[nn.Module], list[_Part]] = defaultdict(list)
-        for part in _inside(self._root):
+        for part in _outermost(self._root):
             if part.layers and part.cls not in _LISTS:
                 copies[part.cls].append(part)
         of_torch = {cls for cls in copies if forward_in_torch_nn(cls)}
@@ -76,7 +76,7 @@ class Cut:
             ]
             # What lies in the library's own blocks alone is left to them, where these repeat.
             blocks = {cls for cls in candidates if cls.__name__ in marked and any(p.layers > 1 for p in copies[cls])}
-            free = {part.cls for part in self._outermost(list(blocks))}
+            free = {part.cls for part in _outermost(self._root, blocks)}
             candidates = [cls for cls in candidates if cls in free]
             self.repeated += candidates
             # From the innermost outwards: a class is taken in place of what it holds.
@@ -104,37 +104,23 @@ class Cut:
     def regions(self) -> dict[type[nn.Module], dict[str, nn.Module]]:
         """The modules to compile, by class and name: those of the classes that are inside no other one."""
         found: dict[type[nn.Module], dict[str, nn.Module]] = {}
-        for part in self._outermost(self.classes):
+        for part in _outermost(self._root, self.classes):
             if part.cls in self.classes:
                 found.setdefault(part.cls, {})[part.name] = part.module
         return found
 
     def _worthwhile(self, cls: type[nn.Module]) -> bool:
-        parts = [part for part in self._outermost(self.classes) if part.cls is cls]
+        parts = [part for part in _outermost(self._root, self.classes) if part.cls is cls]
         kinds = {part.kind: part.layers for part in parts}
         layers, calls = sum(part.layers * part.calls for part in parts), sum(part.calls for part in parts)
         left = sum(kinds.values()) + _CALL * calls
         return len(kinds) < calls and left <= _WORTHWHILE * _EAGER * layers and layers >= _SHARE * self._root.layers
 
     def _count(self, classes: list[type[nn.Module]]) -> float:
-        compiled: dict[int, float] = {}
-        rest = 0
-        for part in self._outermost(classes):
-            if part.cls in classes:
-                compiled[part.kind] = part.layers
-                rest += _CALL * part.calls
-            else:
-                rest += _EAGER * part.own_layer * part.calls
-        return sum(compiled.values()) + rest
-
-    def _outermost(self, classes: list[type[nn.Module]]) -> Iterator[_Part]:
-        """Modules inside the model, in order, down to those of the classes."""
-        todo = list(reversed(self._root.children))
-        while todo:
-            part = todo.pop()
-            yield part
-            if part.cls not in classes:
-                todo += reversed(part.children)
+        parts = [*_outermost(self._root, classes)]
+        compiled = {part.kind: part.layers for part in parts if part.cls in classes}
+        run = sum(part.calls * (_CALL if part.cls in classes else _EAGER * part.own_layer) for part in parts)
+        return sum(compiled.values()) + run
 
     def _part(self, name: str, module: nn.Module, calls: int) -> _Part:
         self._seen.add(id(module))
@@ -153,13 +139,15 @@ class Cut:
         return _Part(name, module, own_class(module), kind, own, calls, layers, children)
 
 
-def _inside(part: _Part) -> Iterator[_Part]:
+def _outermost(part: _Part, classes: Collection[type[nn.Module]] = ()) -> Iterator[_Part]:
+    """Modules inside a module, in order, down to those of the classes."""
     for child in part.children:
         yield child
-        yield from _inside(child)
+        if child.cls not in classes:
+            yield from _outermost(child, classes)
 
 
 def _repeated(part: _Part) -> set[str]:
     """Names of the classes of several layers that occur more than once inside a module."""
-    counts = Counter(inner.cls.__name__ for inner in _inside(part) if inner.layers > 1)
+    counts = Counter(inner.cls.__name__ for inner in _outermost(part) if inner.layers > 1)
     return {name for name, count in counts.items() if count > 1}
