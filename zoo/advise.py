@@ -159,7 +159,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].removesuffix(": ")
 
 
-# The process of an arm, from inside -----------------------------------------------------------------------------------
+# The process of an arm ------------------------------------------------------------------------------------------------
 
 
 class Worker:
@@ -282,9 +282,6 @@ def serve(worker: Worker) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
 
-# ... and from outside -------------------------------------------------------------------------------------------------
-
-
 class Process:
     """An arm's process. Its caches are ``folder``'s, those of an earlier process of the arm too."""
 
@@ -360,6 +357,7 @@ class Arm:
     graphs: int = 0
     breaks: int = 0
     failure: str = ""
+    process: Any = None  # a Process, once it was started
 
     def compile(self, paid: float | None = None) -> float:
         """Seconds to compile: those of the first calls, less as many steady ones."""
@@ -499,19 +497,19 @@ class Measurement:
 
     def __init__(self, name: str, device: str, dtype: str | None, *, thorough: bool, folder: Path) -> None:
         self.model, self.folder, self.thorough = (name, device, dtype or ""), folder, thorough
-        self.began, self.processes = time.monotonic(), dict[str, Process]()
+        self.began = time.monotonic()
         self.found = Measured([Arm("eager")])
 
     def run(self) -> Measured:
         """Measure. Refused if the model cannot be measured."""
         eager, cuda = self.found.arms[0], self.model[1] == "cuda"
         say(f"eager: loading {self.model[0]}")
-        self._process(eager)
+        self._start(eager)
         try:
-            self._ask(eager, "load")
+            eager.process.ask("load")
             self.loading = time.monotonic() - self.began
-            facts = self._ask(eager, "look")
-            eager.ms = self._ask(eager, "time", calls=1)["ms"]
+            facts = eager.process.ask("look")
+            eager.ms = eager.process.ask("time", calls=1)["ms"]
         except Failed as error:
             raise Refused(f"{self.model[0]}: {error}") from error
         say(*facts["report"].splitlines())
@@ -527,27 +525,24 @@ class Measurement:
 
     def _group(self, arms: Sequence[Arm]) -> None:
         for arm in arms:
-            self._process(arm).send("load")
-        self._each(arms, lambda arm: self.processes[arm.name].answer())
+            self._start(arm)
+            arm.process.send("load")
+        self._each(arms, lambda arm: arm.process.answer())
         for arm in arms:
             self._each([arm], self._compile)
             if arm is self.found.arms[1]:
                 self._estimate(arm)
         self._race(arms)
-        for arm in arms:
-            self.processes[arm.name].stop()
+        self.stop(arms)
 
-    def stop(self) -> None:
-        """End all processes."""
-        for process in self.processes.values():
-            process.stop()
+    def stop(self, arms: Sequence[Arm] | None = None) -> None:
+        """End the processes of some arms, or of all."""
+        for arm in self.found.arms if arms is None else arms:
+            if arm.process is not None:
+                arm.process.stop()
 
-    def _process(self, arm: Arm) -> Process:
-        self.processes[arm.name] = Process(arm.name, self.folder, self.model)
-        return self.processes[arm.name]
-
-    def _ask(self, arm: Arm, op: str, **arguments: Any) -> dict[str, Any]:
-        return self.processes[arm.name].ask(op, **arguments)
+    def _start(self, arm: Arm) -> None:
+        arm.process = Process(arm.name, self.folder, self.model)
 
     def _each(self, arms: Sequence[Arm], do: Callable[[Arm], Any]) -> None:
         """Do something with each arm that has not failed, and note what fails."""
@@ -561,21 +556,21 @@ class Measurement:
 
     def _compile(self, arm: Arm) -> None:
         """Start the compiler and compile. What the first start leaves in its caches is given to the others."""
-        seed, caches = self.folder / "seed", self.processes[arm.name].caches
+        seed, caches = self.folder / "seed", arm.process.caches
         if seed.exists():
             shutil.copytree(seed, caches, dirs_exist_ok=True)
-            self._ask(arm, "start")
+            arm.process.ask("start")
         else:
-            self.found.start = self._ask(arm, "start")["seconds"]
+            self.found.start = arm.process.ask("start")["seconds"]
             shutil.copytree(caches, seed)
-        vars(arm).update(self._ask(arm, "compile"))
+        vars(arm).update(arm.process.ask("compile"))
         say(f"{arm.name}: {number(arm.compile())} s to compile")
         if self.thorough:
-            self.processes[arm.name].stop()
-            self._process(arm)
+            arm.process.stop()
+            self._start(arm)
             for op in ("load", "start"):
-                self._ask(arm, op)
-            arm.warm = self._ask(arm, "compile")["paid"]
+                arm.process.ask(op)
+            arm.warm = arm.process.ask("compile")["paid"]
 
     def _estimate(self, arm: Arm) -> None:
         """Say how long all will take, by what the first compiled arm took."""
@@ -598,7 +593,7 @@ class Measurement:
         same, eagers = [], []
 
         def turn(arm: Arm) -> float:
-            return float(self._ask(arm, "time", calls=turns[arm.name])["ms"])
+            return float(arm.process.ask("time", calls=turns[arm.name])["ms"])
 
         opening = turn(eager)
         for _ in range(self._rounds([eager, *arms])[0]):
