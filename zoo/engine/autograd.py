@@ -43,8 +43,7 @@ class _UnpackedOnce:
 
     @functools.cached_property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor | None, ...] = self._ctx.saved_tensors
-        return saved
+        return self._ctx.saved_tensors  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)

@@ -425,12 +425,11 @@ class IdleWatch:
             call.idle_watch = None
         if self._idle >= self.IDLE * self.SAMPLES:
             line = "zoo.training.TrainingStep(...)" if torch.is_grad_enabled() else "model = zoo.cuda_graph(model)"
-            warnings.warn(
+            message = (
                 f"{self._name}: the GPU was idle at {self._idle} of {self.SAMPLES} region calls, so the host sets the "
-                f"pace; one CUDA graph around the step takes that away: {line}",
-                RegionWarning,
-                stacklevel=2,
+                f"pace; one CUDA graph around the step takes that away: {line}"
             )
+            warnings.warn(message, RegionWarning, stacklevel=2)
 
 
 def call_of(module: nn.Module, kind: type[Call]) -> Call | None:

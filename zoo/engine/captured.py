@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.signature import names_in
+from zoo.engine.signature import is_torch_class, names_in
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -171,9 +171,7 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
             todo += item
         elif isinstance(item, dict):
             todo += item.values()
-        elif type(item).__module__.partition(".")[0] not in ("builtins", "torch") and not isinstance(
-            item, (type, types.ModuleType)
-        ):
+        elif not isinstance(item, type | types.ModuleType) and not is_torch_class(type(item)):
             todo += list(getattr(item, "__dict__", {}).values())
     return list(found.values())
 

@@ -164,10 +164,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
     named = [(name or "the model itself", module) for name, module in model.named_modules()]
     if wrapped := [name for name, module in named if isinstance(module, wrapper)]:
         # Its graph would take the regions in, and nothing be compiled by regions.
-        raise ValueError(
-            f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...), a wrapper; pass what it wraps, its "
-            "_orig_mod"
-        )
+        raise ValueError(f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...); pass its _orig_mod")
     if taken := [name for name, module in named if module._compiled_call_impl]:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report, symbols = discover.report_on(model, choices.regions, chosen, example)

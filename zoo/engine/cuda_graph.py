@@ -166,9 +166,10 @@ class CapturingCall:
                     raise _Uncapturable(f"an argument is {leaf.layout}, and only strided tensors are copied in")
             elif not is_constant(leaf):
                 raise _Uncapturable(f"an argument is a {type(leaf).__name__}, which cannot be copied in")
-        tensors = (each for each in (*self._module.parameters(), *leaves) if isinstance(each, Tensor))
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-            raise _Uncapturable("gradients are recorded; call it under torch.no_grad() or torch.inference_mode()")
+        if torch.is_grad_enabled():
+            tensors = (each for each in (*self._module.parameters(), *leaves) if isinstance(each, Tensor))
+            if any(each.requires_grad for each in tensors):
+                raise _Uncapturable("gradients are recorded; call it under torch.no_grad() or torch.inference_mode()")
 
     def _mode(self, device: torch.device) -> tuple[Any, ...]:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

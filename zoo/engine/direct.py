@@ -24,6 +24,9 @@ from zoo.engine.autograd import differentiable_once
 from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
+# What runs in place of a graph, of a node or of a launch.
+Run = Callable[..., Any]
+
 # Products, convolutions and attention, which a library computes whoever calls it.
 _LIBRARY = {torch.conv2d, F.linear, F.scaled_dot_product_attention, operator.matmul, "addmm_"} | {
     *(torch.mm, torch.bmm, torch.matmul, torch.addmm, torch._addmm_activation, torch.baddbmm),
@@ -169,10 +172,9 @@ def _erase_unread_views(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _compilers_own(name: str) -> Callable[..., Any]:
+def _compilers_own(name: str) -> Run:
     """A function that Inductor's code calls in place of one of torch's, for a third of the host's time."""
-    function: Callable[..., Any] = getattr(torch._C._dynamo.guards, name)  # torch's stubs lack them
-    return function
+    return getattr(torch._C._dynamo.guards, name)  # type: ignore[no-any-return]
 
 
 def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
@@ -254,7 +256,7 @@ def _is_library(node: fx.Node) -> bool:
     return node.target in _LIBRARY
 
 
-def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
+def run_directly(graph: fx.GraphModule) -> Run:
     """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code.
 
     The graph's kernels are compiled when this returns.
@@ -272,11 +274,11 @@ def run_directly(graph: fx.GraphModule) -> Callable[..., Any]:
     return run if gpu is None else _on(gpu, run)
 
 
-def recorded(maker: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+def recorded(maker: Callable[..., Run]) -> Run:
     """What ``maker`` returns keeps how it was made, ``recipe``: an artifact has that in the function's place."""
 
     @functools.wraps(maker)
-    def make(*args: Any) -> Callable[..., Any]:
+    def make(*args: Any) -> Run:
         function = maker(*args)
         function.recipe = make, args  # type: ignore[attr-defined]
         return function
@@ -285,17 +287,16 @@ def recorded(maker: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
 
 
 @recorded
-def _program(source: str, names: dict[str, Any]) -> Callable[..., Any]:
+def _program(source: str, names: dict[str, Any]) -> Run:
     """The function ``forward`` that a graph's source code defines, without the module that holds the graph."""
     space = dict(names)
     source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
     exec(compile(source, "<direct graph>", "exec"), space)
-    forward: Callable[..., Any] = space["forward"]
-    return forward
+    return space["forward"]  # type: ignore[no-any-return]
 
 
 @recorded
-def _on(gpu: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
+def _on(gpu: torch.device, run: Run) -> Run:
     """``run`` with ``gpu`` as the current device, where its allocations and launches go."""
 
     def run_there(*args: Any) -> Any:
@@ -307,9 +308,7 @@ def _on(gpu: torch.device, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_there
 
 
-def _straight_line(
-    graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], records: bool
-) -> Callable[..., Any]:
+def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], records: bool) -> Run:
     from torch._functorch.autograd_function import autograd_function_apply
 
     for node in graph.graph.find_nodes(op="call_function", target=operator.pow):
@@ -376,8 +375,7 @@ def _launch(
 
 @recorded
 def _bound(kernel: Any, *launch: Any) -> Callable[..., None]:
-    bound: Callable[..., None] = kernel.bound(*launch)
-    return bound
+    return kernel.bound(*launch)  # type: ignore[no-any-return]
 
 
 @recorded
@@ -416,9 +414,7 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
 
 @recorded
-def _function(
-    forward: Callable[..., Any], backward: Callable[..., Any], read: Sequence[bool], not_differentiable: Iterable[int]
-) -> Callable[..., Any]:
+def _function(forward: Run, backward: Run, read: Sequence[bool], not_differentiable: Iterable[int]) -> Run:
     """An autograd function of Dynamo's two graphs; ``read`` says which of its arguments the backward reads."""
     # The forward returns outputs and what is saved; the backward takes a gradient of each output, and what was saved.
     constant = tuple(not_differentiable)

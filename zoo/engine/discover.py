@@ -279,12 +279,10 @@ def _given(model: nn.Module, given: Sequence[Given], *, required: bool) -> dict[
     chosen: dict[Region, dict[str, nn.Module]] = {}
     for item in given:
         if isinstance(item, str):
-            of_path: dict[type[nn.Module], dict[str, nn.Module]] = defaultdict(dict)
             for module in _matching(model, item, "regions"):
-                of_path[own_class(module)][names[id(module)]] = module
-            for cls, modules in of_path.items():
+                cls = own_class(module)
                 region = next((region for region in chosen if region.cls is cls), Region(cls))
-                chosen.setdefault(region, {}).update(modules)
+                chosen.setdefault(region, {})[names[id(module)]] = module
             continue
         region = item if isinstance(item, Region) else Region(item)
         if any(region.cls is other.cls for other in chosen):
@@ -332,10 +330,7 @@ def _refuse_nested_and_lazy(chosen: Chosen) -> None:
                 )
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
-                raise ValueError(
-                    f"region {cls}: {name}.{path} has no shape before the first call; call the model once on an "
-                    "example first"
-                )
+                raise ValueError(f"region {cls}: {name}.{path} has no shape yet; call the model once on an example")
 
 
 def nothing_repeats(model: nn.Module) -> str:

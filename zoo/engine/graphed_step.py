@@ -269,11 +269,10 @@ class GraphedStep:
         if bucket.output_spec is None:
             _keep_outputs(bucket, outputs)
             return
-        leaves, _ = flatten_outputs(outputs)
-        for index, leaf in enumerate(leaves):
+        for held, leaf in zip(bucket.outputs, flatten_outputs(outputs)[0], strict=True):
             if isinstance(leaf, torch.Tensor):
-                with may_write(bucket.outputs[index]):
-                    bucket.outputs[index].copy_(leaf)
+                with may_write(held):
+                    held.copy_(leaf)
 
 
 def _keep_outputs(bucket: _Bucket, outputs: Any) -> None:

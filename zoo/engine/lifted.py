@@ -372,8 +372,9 @@ def _source(name: str) -> str:
 class OwnItem(list[Any]):
     """A list that holds the item at ``own_index`` apart as well."""
 
-    own_index: int
-    own: Any
+    def __init__(self, items: list[Any], own_index: int) -> None:
+        super().__init__(items)
+        self.own_index, self.own = own_index, items[own_index]
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index == self.own_index:
@@ -437,12 +438,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
     addresses = []
     try:
         for holder, key, container in _containers(arguments, items):
-            own: Any
-            if isinstance(container, list):
-                own = OwnItem(container)
-                own.own_index, own.own = index, container[index]
-            else:
-                own = OwnEntry(container, index)
+            own: Any = (OwnItem if isinstance(container, list) else OwnEntry)(container, index)
             holder[key] = own
             swapped.append((holder, key, container, own))
             for tensor in getattr(own.own, "__dict__", {}).values():

@@ -346,9 +346,7 @@ class TrainingStep:
         self.model.zero_grad(set_to_none=True)
 
 
-def _check_options(
-    model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip_norm: float | None
-) -> None:
+def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip: float | None) -> None:
     if not isinstance(optimizer, Optimizer):
         what = type(optimizer).__name__
         raise TypeError(f"optimizer is a {what}, expected one torch.optim.Optimizer; for several make a step of each")
@@ -374,8 +372,8 @@ def _check_options(
         raise ValueError("autocast is torch.float16, whose loss scale would differ by process: take torch.bfloat16")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
-    if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
-        raise ValueError(f"clip_norm is {clip_norm}; it is a positive number, or None")
+    if clip is not None and not (clip > 0 and math.isfinite(clip)):
+        raise ValueError(f"clip_norm is {clip}; it is a positive number, or None")
 
 
 def _warn_of_unchanged(model: nn.Module, loss: Any, optimizer: Optimizer) -> None:
