@@ -52,7 +52,7 @@ def given_example(args: Any, kwargs: Any, inputs: Any) -> Example | None:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Put buffers back as they were: yields, of each module, where they are and what is there."""
+    """Put buffers back as they were. Yields each module's dict of buffers with a copy of that dict."""
     stores = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:

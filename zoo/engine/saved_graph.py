@@ -44,7 +44,7 @@ _CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "BOOL
 _IN_WORDS = {
     *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "OBJECT_ALIASING"),
 }
-# So does theirs, or it is empty: what Dynamo has asked in one guard, it leaves out of the next.
+# The same, but Dynamo leaves out of the next guard what it has asked in one.
 _SAID_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}

@@ -40,7 +40,7 @@ class BlockSplit(NamedTuple):
 
 
 def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
-    """How the blocks of an ``LLM`` or a ``Bert`` are split; ValueError if there are none, or a size does not divide."""
+    """How an ``LLM``'s or ``Bert``'s blocks are split; ValueError for other models and for heads that do not divide."""
     splits: list[BlockSplit] = []
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
