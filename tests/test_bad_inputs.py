@@ -1,15 +1,17 @@
 """Inputs that a model cannot take are named, with their value and the remedy, before anything runs; all families."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import unet_reference as reference
-from torch import Tensor
+from torch import Tensor, nn
 
 import zoo
 from zoo import validate
 from zoo.gnn import GNNLayer
+from zoo.training import TrainingStep, checkpoint_regions
 from zoo.unet import TextKeysValues, TimeShifts
 
 IDS = torch.ones(2, 5, dtype=torch.int64)
@@ -201,3 +203,54 @@ def test_a_compiled_model_checks_while_it_is_traced() -> None:
 
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(PAIR), PAIR + 1)
+
+
+class Blocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)))
+
+
+def misuse() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
+    """Calls of public functions that do not fit, as people write them."""
+    model, x = Blocks(), torch.randn(2, 3, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = TrainingStep(model, lambda model, batch: model(batch).mean(), optimizer)
+    captured = zoo.cuda_graph(nn.Linear(8, 8).requires_grad_(False), (x,))
+    calls: Any = {
+        "inputs for regions": (lambda: zoo.find_regions(model, x), TypeError, r"regions is a Tensor, .*args=\(x,\)"),
+        "no regions": (lambda: zoo.compile_regions(Blocks(), regions=[]), ValueError, "regions is empty: leave it out"),
+        "all left out": (lambda: zoo.compile_regions(Blocks(), exclude=["*"]), ValueError, r"exclude=.* leaves no"),
+        "a word for a flag": (lambda: zoo.compile_regions(Blocks(), dynamic="yes"), TypeError, "dynamic is 'yes'"),
+        "a number for a model": (lambda: zoo.enforce_budget(3).__enter__(), TypeError, "model is a int, expected"),
+        "saved backwards": (lambda: zoo.save_compiled("c", model), TypeError, "model is a str, expected an nn.Module"),
+        "a number for a key": (lambda: zoo.load_compiled(model, "c", key=3), TypeError, "key is a int, expected bytes"),
+        "a name for a class": (lambda: checkpoint_regions(compiled(), "Block"), TypeError, "cls is 'Block', expected"),
+        "step backwards": (lambda: TrainingStep(len, model, optimizer), TypeError, r"nn.Module: .*\(model, "),
+        "optimizer last": (lambda: TrainingStep(model, optimizer, len), TypeError, r"Optimizer: .*\(model, "),
+        "a word for a norm": (
+            lambda: TrainingStep(model, len, optimizer, clip_norm="1"), TypeError, "clip_norm is .1., expected",
+        ),
+        "without gradients": (lambda: torch.no_grad()(step)(x), ValueError, "gradients are off: .*no_grad"),
+        "an epoch": (lambda: step.save("c", epoch=3), ValueError, "epoch is a int without .*; keep plain values"),
+        "a file for a folder": (lambda: step.save(__file__), FileExistsError, "is a file, expected a folder"),
+        "another dtype": (lambda: captured(x.double()), ValueError, r"by \.to\('cpu', torch\.float32\)"),
+        "another name": (lambda: captured(input=x), ValueError, r"called with \['input'\], but captured with \[0\]"),
+    }  # fmt: skip
+    return calls
+
+
+def compiled() -> nn.Module:
+    return zoo.compile_regions(Blocks())
+
+
+@pytest.mark.parametrize("name", misuse())
+def test_misuse_of_a_public_function_is_told_the_remedy(name: str) -> None:
+    call, kind, words = misuse()[name]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_a_function_that_is_captured_without_its_arguments_says_what_to_give() -> None:
+    with pytest.raises(TypeError) as error:
+        zoo.cuda_graph(lambda x: x * 2)
+    assert "give args=(x,)" in error.value.__notes__[0]

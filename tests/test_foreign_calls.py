@@ -787,3 +787,33 @@ def test_all_blocks_are_regions_where_some_are_sharded() -> None:
     fully_shard(model.blocks[2])
     report = zoo.find_regions(model)
     assert [found.modules for found in report.regions] == [("blocks.1", "blocks.2")] and not report.obstacles
+
+
+class Masked(nn.Module):
+    """Leaves out self-loops and adds one to each node, as graph convolutions do: how many edges depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        loops = torch.arange(x.shape[0]).repeat(2, 1)
+        source, destination = torch.cat([edges[:, edges[0] != edges[1]], loops], 1)
+        degree = torch.zeros(x.shape[0]).index_add(0, destination, torch.ones(len(destination)))
+        factor = degree.rsqrt()[source] * degree.rsqrt()[destination]
+        return torch.zeros_like(x).index_add(0, destination, self.linear(x)[source] * factor[:, None])
+
+
+@pytest.mark.slow
+def test_sizes_that_depend_on_data_train() -> None:
+    model = Sequence(Masked(), Masked(), Masked())
+    reference, x, edges = copy.deepcopy(model), torch.randn(10, 4), torch.randint(10, (2, 40))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        zoo.compile_regions(model)
+        for each in (model, reference):
+            out = x
+            for block in each.blocks:
+                out = block(out, edges)
+            out.square().sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)

@@ -134,6 +134,8 @@ def check_target(path: Path) -> None:
 
 
 def _check_key(key: bytes | str | None) -> None:
+    if not isinstance(key, bytes | str | None):
+        raise TypeError(f"key is a {type(key).__name__}, expected bytes or a string")
     if key is not None and not key:
         raise ValueError("key is empty, as a variable of the environment that is not set; anybody could sign with it")
 

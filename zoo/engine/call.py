@@ -340,9 +340,9 @@ _NOT_RUN = object()
 
 
 def has_stance() -> bool:
-    """Whether somebody asked the compiler to stand aside, or for another backend."""
+    """Whether somebody asked the compiler to stand aside, or for another backend. All others run what is compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and (dynamo._stance.stance != "default" or dynamo._stance.backend is not None)
+    return dynamo is not None and (dynamo._stance.stance == "force_eager" or dynamo._stance.backend is not None)
 
 
 def _reason(error: Exception) -> str:

@@ -139,6 +139,8 @@ def compile_regions(
             something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA graphs on; if a region has
             parameters without a shape yet. What the compiler refuses is a ``RegionError`` of the first call.
     """
+    if dynamic not in (None, False, True):
+        raise TypeError(f"dynamic is {dynamic!r}, expected True, False or None")
     choices = Choices(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,
@@ -150,6 +152,8 @@ def compile_regions(
 def place_calls(model: nn.Module, choices: Choices, example: Example | None = None, *, lazily: bool = False) -> None:
     """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
     chosen = discover.resolve(model, choices.regions, choices.exclude, example)
+    if not chosen and choices.exclude:
+        raise ValueError(f"exclude={list(choices.exclude)} leaves no region of {type(model).__name__}: keep it eager")
     if not chosen and not discover.declared_regions(model):
         raise ValueError(
             f"{type(model).__name__} declares no regions and none is discovered: {discover.nothing_repeats(model)}; "

@@ -287,7 +287,12 @@ def cuda_graph(
         if not (isinstance(bucket, (tuple, list)) and len(bucket) == 2 and isinstance(bucket[1], Mapping)):
             raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
     calls = [example, *(buckets or ())]
-    return GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))
+    try:
+        return GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))
+    except Exception as error:
+        if not args and kwargs is None:
+            error.add_note("zoo.cuda_graph called it without arguments: give args=(x,) or kwargs={...} of a call")
+        raise
 
 
 def captures(module: nn.Module) -> Captures:

@@ -8,6 +8,7 @@ it as it would record the eager block. Every other graph goes to Inductor.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 import re
@@ -54,14 +55,22 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 
     def __call__(self, model_: fx.GraphModule, inputs_: Any, **options: Any) -> Any:
         """Make what runs in place of a graph."""
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
         if not tunes and has_nothing_to_fuse(model_):
             run = run_directly(model_)
             Traced(model_, product=run)
             return run
         take_other_floats_for_constants(model_)
-        Traced(model_, by_inductor=super().__call__)
-        return super().__call__(model_, inputs_, **options)  # type: ignore[no-untyped-call]
+        inductor = self
+        if any(free_unbacked_symbols(node.meta.get("example_value")) for node in model_.graph.nodes):
+            # Sizes that depend on data get their names in a backward where they are asserted.
+            inductor = copy.copy(self)
+            inductor.config = {**self.config, "size_asserts": True}
+        compile = super(DirectOrInductor, inductor).__call__
+        Traced(model_, by_inductor=compile)
+        return compile(model_, inputs_, **options)  # type: ignore[no-untyped-call]
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:

@@ -245,8 +245,13 @@ def resolve(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
     for argument, given in {"regions": regions, "exclude": exclude}.items():
-        if isinstance(given, str | type | Region):
-            raise TypeError(f"{argument} is {given!r}, expected a list of classes and paths: {argument}=[...]")
+        if given is not None and not isinstance(given, list | tuple | set | frozenset):
+            what, remedy = f"a {type(given).__name__}", "; inputs of a call are args=(x,) and kwargs={...}"
+            if isinstance(given, str | type | Region):
+                what, remedy = repr(given), f": {argument}=[...]"
+            raise TypeError(f"{argument} is {what}, expected a list of classes and paths{remedy}")
+    if regions is not None and not regions:
+        raise ValueError("regions is empty: leave it out and they are found, or name some")
     excluded = {id(part) for item in exclude for m in _matching(model, item, "exclude") for part in m.modules()}
     declared = declared_regions(model)
     if regions is None and not declared:

@@ -33,6 +33,14 @@ def _by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str,
     return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
 
 
+def _places(structure: Any) -> str:
+    """Where the leaves of a call's arguments are, in words: positions, names and what leads to them inside."""
+    if not isinstance(structure, tuple):
+        tree = pytree.tree_unflatten(range(structure.num_leaves), structure)
+        return ", ".join(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]) or "no arguments"
+    return ", ".join(f"[{place!r}]" for place in structure) or "no arguments"
+
+
 @dataclass(eq=False)
 class _Bucket:
     """One captured shape: static input buffers (None where the leaf is a constant), outputs, and the replay."""
@@ -167,7 +175,7 @@ class GraphedStep:
         nested = any(isinstance(value, (dict, list, tuple)) for value in given.values())
         leaves, found = pytree.tree_flatten(given) if nested else (list(given.values()), tuple(given))
         if spec is not None and found != spec:
-            raise ValueError(f"called with another structure of arguments ({found}) than captured ({spec})")
+            raise ValueError(f"called with {_places(found)}, but captured with {_places(spec)}; call it in that form")
         return leaves, found
 
     def _match(self, leaves: list[Any]) -> _Bucket:
@@ -187,10 +195,11 @@ class GraphedStep:
                 or leaf.dtype != buffer.dtype
                 or leaf.device != buffer.device
             ):
-                raise ValueError(
-                    f"input {index} is {describe([leaf])}, but {describe([buffer])} was captured; capture this "
-                    "shape as one of buckets=, or pad to a captured one"
-                )
+                remedy = "capture this shape as one of buckets=, or pad to a captured one"
+                if isinstance(leaf, torch.Tensor) and leaf.shape == buffer.shape:
+                    remedy = f"convert it by .to({str(buffer.device)!r}, {buffer.dtype})"
+                found, was = describe([leaf]), describe([buffer])
+                raise ValueError(f"input {index} is {found}, but {was} was captured; {remedy}")
             elif leaf.requires_grad or leaf.layout is not torch.strided:
                 captured.check_leaves([leaf])  # as when it was captured
         return bucket

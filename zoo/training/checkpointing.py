@@ -33,9 +33,12 @@ def checkpoint_regions(
             a CUDA graph; only where nothing in the blocks is random.
 
     Raises:
+        TypeError: If ``cls`` is no class.
         ValueError: If the model is not compiled, has no block of this class, or is checkpointed already.
     """
     plan = compiled_plan(model)
+    if not isinstance(cls, type):
+        raise TypeError(f"cls is {cls!r}, expected the class of the blocks")
     if every < 1:
         raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
     regions = set(plan.modules_of(model).values())

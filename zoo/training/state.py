@@ -25,7 +25,10 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     from safetensors.torch import save_model
 
     if stateless := [name for name, other in others.items() if not hasattr(other, "state_dict")]:
-        raise ValueError(f"{stateless[0]} is a {type(others[stateless[0]]).__name__} without state_dict()")
+        what = type(others[stateless[0]]).__name__
+        raise ValueError(f"{stateless[0]} is a {what} without state_dict(); keep plain values yourself")
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, expected a folder: its name is that of what is saved")
     kept = {
         param for part in (step.model, *others.values()) if isinstance(part, nn.Module) for param in part.parameters()
     }
@@ -74,7 +77,8 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     if rest.get("format") != _FORMAT:
         raise ValueError(f"{folder / REST} has format {rest.get('format')}, this release reads {_FORMAT}")
     if set(rest["others"]) != set(others):
-        raise ValueError(f"{folder} holds states of {sorted(rest['others'])}, given are {sorted(others)}")
+        held = sorted(rest["others"])
+        raise ValueError(f"{folder} holds states of {held}, given are {sorted(others)}: name the same")
     for name, other in others.items():
         if not hasattr(other, "load_state_dict"):
             raise ValueError(f"{name} is a {type(other).__name__} without load_state_dict()")

@@ -71,7 +71,7 @@ class TrainingStep:
             lacks are warned of. For the CUDA graph: fused,
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
-        clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
+        clip_norm: Largest norm of the gradients of all the optimizer's parameters; larger ones are scaled down to it.
         cuda_graph: None captures where possible, and warns with the obstacles otherwise, also for single shapes of
             batches; True raises instead; False never captures. On a CPU True copies in and out as a capture would.
         warmup: Calls of each shape before it is captured, at least 2: one to compile, one to watch.
@@ -79,7 +79,7 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        TypeError: If the optimizer is no ``torch.optim.Optimizer``.
+        TypeError: If the model is no module, the optimizer no ``torch.optim.Optimizer`` or ``clip_norm`` no number.
         ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there is an
             obstacle.
     """
@@ -347,9 +347,15 @@ class TrainingStep:
 
 
 def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype | None, clip: float | None) -> None:
+    form = "TrainingStep(model, loss, optimizer)"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module: {form}")
     if not isinstance(optimizer, Optimizer):
-        what = type(optimizer).__name__
-        raise TypeError(f"optimizer is a {what}, expected one torch.optim.Optimizer; for several make a step of each")
+        what, several = type(optimizer).__name__, isinstance(optimizer, list | tuple)
+        remedy = "make a step of each" if several else form
+        raise TypeError(f"optimizer is a {what}, expected one torch.optim.Optimizer: {remedy}")
+    if not isinstance(clip, int | float | None):
+        raise TypeError(f"clip_norm is {clip!r}, expected a number or None")
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
     given = [param for group in optimizer.param_groups for param in group["params"]]
@@ -410,6 +416,8 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
+    if not torch.is_grad_enabled():
+        raise ValueError("gradients are off: call the step outside of torch.no_grad() and torch.inference_mode()")
     if not loss.requires_grad:
         raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
