@@ -123,7 +123,7 @@ def test_a_step_of_few_rows_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None
         (head,) = traced(monkeypatch, model.head, x, model.output_weight)
     # Functionalization puts what a kernel writes into the cache.
     assert layer.count(KERNEL) == 6 and head.count(KERNEL) == 1
-    assert {each.partition(".")[0] for each in layer + head} == {KERNEL, "aten"}
+    assert {each.partition(".")[0] for each in layer + head} <= {KERNEL, "aten"}
 
 
 def test_a_step_over_several_processes_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_step_over_several_processes_is_kernels_alone(gpu: Any, monkeypatch: A
     positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
     with torch.inference_mode():
         (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
-    assert layer.count(KERNEL) == 6 + 2 and {each.partition(".")[0] for each in layer} == {KERNEL, "aten"}
+    assert layer.count(KERNEL) == 6 + 2 and {each.partition(".")[0] for each in layer} <= {KERNEL, "aten"}
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])
