@@ -20,6 +20,11 @@ _FORMAT = 1
 _REMEDY = ": go on from another folder"
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The parameters of all its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     """Write both files; each replaces the old one when it is complete."""
     from safetensors.torch import save_model
@@ -32,7 +37,7 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     kept = {
         param for part in (step.model, *others.values()) if isinstance(part, nn.Module) for param in part.parameters()
     }
-    if lost := sum(param not in kept for group in step.optimizer.param_groups for param in group["params"]):
+    if lost := sum(param not in kept for param in parameters_of(step.optimizer)):
         raise ValueError(
             f"{lost} parameters of {type(step.optimizer).__name__} are not of the model and would not be saved: give "
             "what holds them, as in step.save(folder, loss=loss)"

@@ -309,7 +309,7 @@ class TrainingStep:
             return None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = state.parameters_of(self.optimizer)
         if self._groups:
             norm = clip_gradients(parameters, self._clip_norm)
         else:
@@ -358,7 +358,7 @@ def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype
         raise TypeError(f"clip_norm is {clip!r}, expected a number or None")
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
-    given = [param for group in optimizer.param_groups for param in group["params"]]
+    given = state.parameters_of(optimizer)
     if own.isdisjoint(given):
         raise ValueError(f"{name} has none of the {len(own)} parameters of this {cls}: make it of model.parameters()")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
@@ -384,7 +384,7 @@ def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype
 
 def _warn_of_unchanged(model: nn.Module, loss: Any, optimizer: Optimizer) -> None:
     """Warn of parameters that learn and that the optimizer does not have: they get gradients and never change."""
-    given = {param for group in optimizer.param_groups for param in group["params"]}
+    given = set(state.parameters_of(optimizer))
     parts = {"": model} | ({"loss.": loss} if isinstance(loss, nn.Module) else {})
     names = [
         prefix + name
@@ -522,7 +522,7 @@ class FrozenOptions:
                 )
 
     def _which_learn(self) -> list[bool]:
-        return [param.requires_grad for group in self._optimizer.param_groups for param in group["params"]]
+        return [param.requires_grad for param in state.parameters_of(self._optimizer)]
 
     def _options(self) -> dict[tuple[int, str], object]:
         groups, others = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
-from zoo.ops.csr import Rows
+from zoo.ops.csr import Rows, add_bias
 from zoo.ops.triton import csr
 from zoo.ops.triton.csr import csr_sum, span, written
 
@@ -325,25 +325,24 @@ def gat(
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
     average_here = average and tile["HEAD_BLOCK"] >= heads
     width = channels if average_here else heads * channels
-    last = (bias, relu) if average_here or not average else (None, False)
+    bias_here, relu_here = (bias, relu) if average_here or not average else (None, False)
     out = table.new_empty(number, width)
     lse = table.new_empty(number, heads, dtype=torch.float32)
     if number and width:
         partial, stats = csr.partial_of(rows, table, heads * channels), csr.partial_of(rows, table, heads, 2)
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
-            table, a_destination, rows.nodes, rows.pointers, seed, last[0], rows.chunks, out, lse, partial, stats,
+            table, a_destination, rows.nodes, rows.pointers, seed, bias_here, rows.chunks, out, lse, partial, stats,
             *rows.limits, slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, HEADS=heads,
-            CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, RELU=last[1], **tile,
+            CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, RELU=relu_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             merged = csr.merge_tile(channels)
             _merge_attention[(*csr.merge_grid(rows.long_rows, channels, merged), 1 if average_here else heads)](
-                partial, stats, rows.long_rows, last[0], out, lse, rows.long_rows.shape[0],
-                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, RELU=last[1], **merged,
+                partial, stats, rows.long_rows, bias_here, out, lse, rows.long_rows.shape[0],
+                HEADS=heads, CHANNELS=channels, AVERAGE=average_here, RELU=relu_here, **merged,
             )  # fmt: skip
     if average and not average_here:
-        out = out.view(number, heads, channels).mean(1)
-        out = out if bias is None else out + bias
+        out = add_bias(out.view(number, heads, channels).mean(1), bias)
         out = out.relu() if relu else out
     return out, lse
 
