@@ -1,6 +1,7 @@
 """The outer CUDA graph. Everything but capture itself is shown on the CPU too, by the same copying and overwriting."""
 
 import contextlib
+import gc
 import re
 from collections import UserDict
 from collections.abc import Callable
@@ -343,3 +344,24 @@ def test_captures_leave_no_workspaces_behind() -> None:
         for rows in (8, 16, 32, 64):
             x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)
             torch.testing.assert_close(step(x), linear(x))
+
+
+@pytest.mark.gpu
+def test_an_older_graph_in_the_garbage_does_not_end_a_capture() -> None:
+    x = torch.randn(4, device="cuda")
+    threshold = gc.get_threshold()
+    gc.set_threshold(10**6)  # nothing is collected before the capture
+    older: list[Any] = [zoo.cuda_graph(torch.sin, (x,))]
+    older.append(older)  # a circle, which only the garbage collector frees
+    del older
+
+    def step(x: Tensor) -> Tensor:
+        if gc.isenabled():  # as it would by itself after enough allocations
+            gc.collect()
+        return x.cos()
+
+    try:
+        captured = zoo.cuda_graph(step, (x,), warmup=0)
+    finally:
+        gc.set_threshold(*threshold)
+    torch.testing.assert_close(captured(x), x.cos())

@@ -1,13 +1,14 @@
-"""Gradients that are kernels: they have none of their own, and refuse to be differentiated."""
+"""Gradients: of kernels, which refuse to be differentiated, and of a graph, traced ahead of its first backward."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 Function = Callable[..., Any]
 
@@ -63,3 +64,113 @@ class _Refused(torch.autograd.Function):
             "trying to differentiate twice what is once_differentiable: the gradient is a kernel's, which has none of "
             "its own; compute it without create_graph=True"
         )
+
+
+class Halves(NamedTuple):
+    """A graph and its gradient: two graphs of single operators, in the order in which autograd runs them.
+
+    ``forward`` takes the graph's inputs and returns its outputs and what is saved. ``backward`` takes a gradient of
+    each output and what was saved; it returns a gradient of each input, None where an input needs none.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    not_differentiable: list[int]
+
+
+def trace_halves(graph: fx.GraphModule) -> Halves | None:
+    """Run a graph of Dynamo's and its gradient on fake tensors, or None where one autograd function cannot run it.
+
+    That is where no output learns, one shares memory with an input or with another, the graph writes to an input that
+    learns, or a tensor is made of others (DTensor).
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensor
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+    examples = [each.meta.get("example_value") for each in graph.graph.find_nodes(op="placeholder")]
+    (output,) = graph.graph.find_nodes(op="output")
+    outputs: list[Any] = [
+        each.meta.get("example_value") if isinstance(each, fx.Node) else None for each in output.args[0]
+    ]
+    tensors: list[Any] = [each for each in examples if isinstance(each, Tensor)]
+    if not all(isinstance(each, FakeTensor) for each in (*tensors, *outputs)):
+        return None
+    memory = [each.untyped_storage()._cdata for each in outputs]
+    shared = len({*memory} - {each.untyped_storage()._cdata for each in tensors}) < len(memory)
+    learns = [each.requires_grad for each in outputs]
+    if shared or not any(learns) or any(each._version and each.requires_grad for each in tensors):
+        return None
+    mode = tensors[0].fake_mode  # not that of the context, which Dynamo made for the backend
+
+    def run(inputs: list[Any], grads: list[Tensor]) -> list[Any]:
+        results = graph(*inputs)
+        for node in get_proxy_mode().tracer.graph.nodes:  # type: ignore[union-attr]
+            node.meta["of_forward"] = True
+        wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+        given = [each for each, learned in zip(results, learns, strict=True) if learned]
+        with torch._C._DisableAutocast():
+            found = torch.autograd.grad(given, wanted, grads, allow_unused=True)
+        of = dict(zip(map(id, wanted), found, strict=True))
+        return [*results, *(of.get(id(each)) for each in inputs)]
+
+    caches = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
+    try:
+        with (
+            tracing(TracingContext(mode)), mode, torch.autograd.set_multithreading_enabled(False),
+            saved_tensors_hooks(lambda x: x, lambda x: x),  # in the place of a checkpoint's, which would count fakes
+        ):  # fmt: skip
+            inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in examples]
+            grads = [torch.empty_like(each) for each, learned in zip(outputs, learns, strict=True) if learned]
+            traced = make_fx(run)(inputs, grads)
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+    return _halves(traced, len(inputs), learns)
+
+
+def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
+    """Cut a trace where its backward begins. Of a view that the backward reads, what it is a view of is saved."""
+    from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+
+    nodes = list(traced.graph.nodes)
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    for node in nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    results, found = nodes[-1].args[0][: len(learns)], nodes[-1].args[0][len(learns) :]
+    of_backward: set[fx.Node] = set()
+    for node in reversed(nodes[:-1]):
+        if not node.meta.get("of_forward") or (is_view(node) and not of_backward.isdisjoint(node.users)):
+            of_backward.add(node)
+    read = {each for node in of_backward for each in node.all_input_nodes} | set(found)
+    saved = [node for node in nodes if node in read and node not in of_backward and node not in placeholders[inputs:]]
+
+    forward, backward = fx.Graph(), fx.Graph()
+    there: dict[fx.Node, fx.Node] = {}
+    for node in nodes[:-1]:
+        if node.meta.get("of_forward") and node not in placeholders[inputs:]:
+            there[node] = forward.node_copy(node, there.__getitem__)
+    forward.output(fx.node.map_arg((tuple(results), tuple(saved)), there.__getitem__))
+
+    given = iter(placeholders[inputs:])
+    taken = [next(given) if learned else None for learned in learns]
+    there = {}
+    for place, node in enumerate([*taken, *saved]):
+        new = backward.placeholder(f"x{place}")
+        if node is not None:
+            new.meta, there[node] = node.meta, new
+    for node in nodes[:-1]:
+        if node in of_backward:
+            there[node] = backward.node_copy(node, there.__getitem__)
+    backward.output(fx.node.map_arg(tuple(found), there.__getitem__))
+    for half in (forward, backward):  # gradients of outputs that an autograd function does not read are zeros
+        half.eliminate_dead_code(lambda node: node.is_impure() or node.target is triton_kernel_wrapper_mutation)
+    constant = [place for place, learned in enumerate(learns) if not learned]
+    return Halves(fx.GraphModule(traced, forward), fx.GraphModule(traced, backward), constant)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node of single operators views another tensor, perhaps as one of several."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and isinstance(source.target, torch._ops.OpOverload) and source.target.is_view

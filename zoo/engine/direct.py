@@ -2,8 +2,9 @@
 
 Inductor earns its compile time by fusing pointwise operations and reductions. A block of the zoo leaves it none: what
 lies between its products and convolutions is a Triton kernel already. For such a graph Inductor takes half a second or
-more, and emits the same calls. Here Dynamo's graph is run directly, so that a region costs one trace; autograd records
-it as it would record the eager block. Every other graph goes to Inductor.
+more, and emits the same calls. Here Dynamo's graph is run directly, so that a region costs one trace. Where gradients
+are wanted, graph and backward are traced operator by operator, and autograd sees one function. Every other graph goes
+to Inductor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zoo.engine.autograd import differentiable_once
+from zoo.engine.autograd import differentiable_once, is_view, trace_halves
 from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
@@ -36,6 +37,12 @@ _LIBRARY = {torch.conv2d, F.linear, F.scaled_dot_product_attention, operator.mat
 _VIEWS = {operator.getitem, torch.empty, torch.empty_like, torch.ops.aten._unsafe_view.default} | {
     *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "new_empty", "permute", "reshape"),
     *("select", "size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+}
+
+
+_aten = torch.ops.aten
+_ALLOCATIONS = {torch.empty, torch.empty_like, "new_empty", _aten.empty.memory_format, _aten.empty_like.default} | {
+    *(_aten.empty_strided.default, _aten.new_empty.default, _aten.new_empty_strided.default),
 }
 
 
@@ -58,8 +65,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")
-        if not tunes and has_nothing_to_fuse(model_):
-            run = run_directly(model_)
+        if not tunes and has_nothing_to_fuse(model_) and (run := run_directly(model_)) is not None:
             Traced(model_, product=run)
             return run
         take_other_floats_for_constants(model_)
@@ -112,11 +118,11 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     return launches or (len(pointwise) <= 1 and simple)
 
 
-def _view_once(graph: fx.Graph, records: bool) -> None:
+def _view_once(graph: fx.Graph) -> None:
     """Make a chain of views one view of the tensor below it, and leave out what changes nothing.
 
-    A view takes the host as long as a fifth of a product. Tensors that autograd watches are viewed as they were
-    written, and so is an output that shares memory with an input or with another output.
+    A view takes the host as long as a fifth of a product. An output that shares memory with an input or with another
+    output is viewed as it was written.
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -127,7 +133,7 @@ def _view_once(graph: fx.Graph, records: bool) -> None:
             continue
         if node.target == "contiguous":
             node.replace_all_uses_with(source)
-        elif _has_fixed_layout(value) and not _is_watched(node, records):
+        elif _has_fixed_layout(value):
             roots[node] = roots.get(source, source)
     returned = [each for node in graph.nodes if node.op == "output" for each in node.all_input_nodes]
     returned_roots = [roots.get(each, each) for each in returned]
@@ -140,23 +146,20 @@ def _view_once(graph: fx.Graph, records: bool) -> None:
         value, base = node.meta["example_value"], root.meta["example_value"]
         if value.dtype == base.dtype and _has_fixed_layout(base):
             offset = value.storage_offset() - base.storage_offset()
-            view = (root, tuple(value.shape), value.stride(), offset)
-            _replace(graph, node, _compilers_own("_reinterpret_tensor"), view)
+            layout = (tuple(value.shape), value.stride(), offset)
+            if layout == (tuple(base.shape), base.stride(), 0):
+                node.replace_all_uses_with(root)
+            else:
+                _replace(graph, node, _compilers_own("_reinterpret_tensor"), (root, *layout))
     _erase_unread_views(graph)
-
-
-def _is_watched(node: fx.Node, records: bool) -> bool:
-    """Whether autograd records what a node computes, in a graph where it ``records`` at all."""
-    # An example of a parameter's view requires a gradient without being recorded, too.
-    return records and bool(getattr(node.meta.get("example_value"), "requires_grad", True))
 
 
 def _source(node: fx.Node) -> fx.Node | None:
     """The tensor that a node views, perhaps as one of several views."""
-    if node.target not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
+    if not (node.target in _VIEWS or is_view(node)) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source: Any = node.args[0]
-    if node.target is operator.getitem and source.target in _VIEWS and source.args:
+    if node.target is operator.getitem and (source.target in _VIEWS or is_view(source)) and source.args:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), Tensor) else None
 
@@ -175,9 +178,9 @@ def _replace(graph: fx.Graph, node: fx.Node, call: Any, args: tuple[Any, ...], n
 
 
 def _erase_unread_views(graph: fx.Graph) -> None:
-    views = {*_VIEWS, _compilers_own("_reinterpret_tensor")}
+    views = {*_VIEWS, *_ALLOCATIONS, _compilers_own("_reinterpret_tensor")}
     for node in reversed(graph.nodes):
-        if not node.users and node.target in views:
+        if not node.users and (node.target in views or is_view(node)):
             graph.erase_node(node)
 
 
@@ -189,20 +192,20 @@ def _compilers_own(name: str) -> Run:
 def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
     """An example of the tensor that a node allocates on ``gpu``, if its sizes and strides are fixed."""
     value = node.meta.get("example_value")
-    if node.target not in (torch.empty, torch.empty_like, "new_empty") or not isinstance(value, Tensor):
+    if node.target not in _ALLOCATIONS or not isinstance(value, Tensor):
         return None
     return value if _has_fixed_layout(value) and value.device == gpu else None
 
 
-def _call_libraries(graph: fx.Graph, records: bool) -> None:
-    """Convolutions and, unless autograd watches, ``F.linear`` on rows as the call behind them.
+def _call_libraries(graph: fx.Graph) -> None:
+    """Convolutions, and ``F.linear`` on rows, as the call behind them.
 
     ``torch.convolution`` and ``torch.addmm`` take two thirds of the host's time.
     """
     for node in list(graph.nodes):
         if node.target is torch.conv2d:
             _call_convolution(graph, node)
-        if node.target is not F.linear or node.kwargs or _is_watched(node, records):
+        if node.target is not F.linear or node.kwargs:
             continue
         rows, weight, bias = (*node.args, None)[:3]
         out, x, matrix = (each.meta["example_value"] for each in (node, rows, weight))
@@ -265,22 +268,34 @@ def _is_library(node: fx.Node) -> bool:
     return node.target in _LIBRARY
 
 
-def run_directly(graph: fx.GraphModule) -> Run:
+def run_directly(graph: fx.GraphModule) -> Run | None:
     """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code.
 
-    The graph's kernels are compiled when this returns.
+    The graph's kernels are compiled when this returns. None where Inductor is needed for the gradients.
     """
     kernels: list[tuple[Any, list[Any], dict[str, Any]]] = []
     inputs = [each.meta.get("example_value") for each in graph.graph.nodes if each.op == "placeholder"]
-    gpus = {each.device for each in inputs if isinstance(each, Tensor) and each.device.type == "cuda"}
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    gpus = {each.device for each in tensors if each.device.type == "cuda"}
     gpu = gpus.pop() if len(gpus) == 1 else None
     switches = any(each.target is torch._C._set_grad_enabled for each in graph.graph.nodes)
-    run = _straight_line(graph, gpu, kernels, records=switches or torch.is_grad_enabled())
+
+    def line(half: fx.GraphModule, boxed: bool = False) -> Run:
+        run = _straight_line(half, gpu, kernels, boxed)
+        return run if gpu is None else _on(gpu, run)
+
+    if (switches or torch.is_grad_enabled()) and any(each.requires_grad for each in tensors):
+        if switches or (halves := trace_halves(graph)) is None:
+            return None
+        read = [bool(each.users) for each in halves.backward.graph.nodes if each.op == "placeholder"]
+        run = _function(line(halves.forward), line(halves.backward, boxed=True), read, halves.not_differentiable)
+    else:
+        run = line(graph)
     if kernels:
         from zoo.engine.kernel import compile_together
 
         compile_together(kernels)
-    return run if gpu is None else _on(gpu, run)
+    return run
 
 
 def recorded(maker: Callable[..., Run]) -> Run:
@@ -299,7 +314,6 @@ def recorded(maker: Callable[..., Run]) -> Run:
 def _program(source: str, names: dict[str, Any]) -> Run:
     """The function ``forward`` that a graph's source code defines, without the module that holds the graph."""
     space = dict(names)
-    source = re.sub(r"def forward\(self(, )?", "def forward(", source, count=1)
     exec(compile(source, "<direct graph>", "exec"), space)
     return space["forward"]  # type: ignore[no-any-return]
 
@@ -317,13 +331,12 @@ def _on(gpu: torch.device, run: Run) -> Run:
     return run_there
 
 
-def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], records: bool) -> Run:
-    from torch._functorch.autograd_function import autograd_function_apply
-
+def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], boxed: bool = False) -> Run:
+    """A graph as a function of its inputs or, ``boxed``, of a list of them, which it empties to free each in time."""
     for node in graph.graph.find_nodes(op="call_function", target=operator.pow):
         node.target = pow  # FX writes the other as -1 ** n, which is -(1 ** n)
-    _call_libraries(graph.graph, records)
-    _view_once(graph.graph, records)
+    _call_libraries(graph.graph)
+    _view_once(graph.graph)
     for node in list(graph.graph.nodes):
         args: Any
         named: dict[str, Any] = {}
@@ -332,12 +345,6 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
             args = [tuple(like.shape), like.stride(), like.dtype]
         elif _launches(node):
             launch, args, named = _launch(kernels, gpu is not None, **node.kwargs)
-        elif node.target is autograd_function_apply:
-            forward, backward, *args = node.args
-            halves = [getattr(graph, each.target) for each in (forward, backward)]
-            read = [bool(each.users) for each in halves[1].graph.nodes if each.op == "placeholder"]
-            lines = [_straight_line(each, gpu, kernels, records=False) for each in halves]
-            launch = _function(lines[0], lines[1], read, node.kwargs["non_differentiable_idx"])
         else:
             continue
         _replace(graph.graph, node, launch, tuple(args), named)
@@ -347,7 +354,11 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
             graph.graph.erase_node(node)
     held = {each.target: operator.attrgetter(each.target)(graph) for each in graph.graph.find_nodes(op="get_attr")}
     code = graph.graph.python_code("self")
-    return _program(code.src, {**code.globals, "self": types.SimpleNamespace(**held)} if held else code.globals)
+    source = re.sub(r"def forward\(self(, )?", "def forward(", code.src, count=1)
+    if boxed:
+        names = "".join(f"{each.target}, " for each in graph.graph.find_nodes(op="placeholder"))
+        source = re.sub(r"def forward\(.*\n", f"def forward(box):\n    {names}= box; box.clear()\n", source, count=1)
+    return _program(source, {**code.globals, "self": types.SimpleNamespace(**held)} if held else code.globals)
 
 
 def _launch(
@@ -424,35 +435,35 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
 @recorded
 def _function(forward: Run, backward: Run, read: Sequence[bool], not_differentiable: Iterable[int]) -> Run:
-    """An autograd function of Dynamo's two graphs; ``read`` says which of its arguments the backward reads."""
-    # The forward returns outputs and what is saved; the backward takes a gradient of each output, and what was saved.
+    """An autograd function of two halves; ``read`` says which of its arguments the backward reads."""
     constant = tuple(not_differentiable)
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            output, saved = forward(*args)
-            tensors = [each if isinstance(each, Tensor) else None for each in saved]
-            ctx.save_for_backward(*tensors)
+            with torch._C._DisableAutocast():  # the trace has its casts
+                outputs, saved = forward(*args)
+            ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in saved))
             ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
-            outputs = output if isinstance(output, tuple) else (output,)
-            # Torch 2.11 returns symbolic sizes too, whose gradients nobody reads.
-            made = [each if isinstance(each, Tensor) else None for each in outputs]
-            ctx.layouts = [() if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in made]
+            ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
             ctx.mark_non_differentiable(*(outputs[index] for index in constant))
-            # Most outputs are there for the backward, and zeros for their gradients would be a launch each.
+            # Zeros for the gradients of outputs that nobody reads would be a launch each.
             ctx.set_materialize_grads(False)
-            return output
+            return outputs
 
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
-            both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-            laid_out = (
+            given = [
                 _laid_out(grad, *layout) if is_read else None
                 for grad, layout, is_read in zip(grads, ctx.layouts, read, strict=False)
-            )
-            return backward(*laid_out, *(number if tensor is None else tensor for tensor, number in both))
+            ]
+            both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+            given += [number if tensor is None else tensor for tensor, number in both]
+            del both
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+            with torch._C._DisableAutocast():
+                return backward(given)
 
     def apply(*args: Any) -> Any:
         return Function.apply(*args)

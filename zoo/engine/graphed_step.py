@@ -7,6 +7,7 @@ a GPU is seen to alias in tests.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import traceback
 import warnings
@@ -233,7 +234,11 @@ class GraphedStep:
             graph = torch.cuda.CUDAGraph()
             failure: Exception | None = None
             try:
-                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                # The garbage collector may find an older CUDA graph, and freeing one ends a capture.
+                with (
+                    _no_garbage_collection(),
+                    torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+                ):
                     try:
                         outputs = self._call(bucket)
                     except Exception as error:
@@ -304,6 +309,17 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 _warming_up = threading.RLock()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.region import Region
-from zoo.ops.common import to_local
+from zoo.ops.common import is_sharded, to_local
 from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, scale_
 
 
@@ -185,7 +185,8 @@ class AdamW(torch.optim.AdamW):
             tensors: list[list[Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
             # Each number is updated alone, so each process updates those that it holds.
-            tensors = [[to_local(each) for each in held] for held in tensors]
+            if any(map(is_sharded, tensors[0])):
+                tensors = [[to_local(each) for each in held] for held in tensors]
             scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             adamw(group, tensors, scale, skip, has_complex=has_complex)
         return loss
