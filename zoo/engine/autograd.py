@@ -69,13 +69,14 @@ class _Refused(torch.autograd.Function):
 class Halves(NamedTuple):
     """A graph and its gradient: two graphs of single operators, in the order in which autograd runs them.
 
-    ``forward`` takes the graph's inputs and returns its outputs and what is saved. ``backward`` takes a gradient of
-    each output and what was saved; it returns a gradient of each input, None where an input needs none.
+    ``forward`` takes the graph's inputs and returns its outputs, tensors that are saved, and numbers that are.
+    ``backward`` takes a gradient of each output and what was saved; it returns a gradient of each input, None where an
+    input needs none. ``learns`` says which outputs have a gradient.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    not_differentiable: list[int]
+    learns: list[bool]
 
 
 def trace_halves(graph: fx.GraphModule) -> Halves | None:
@@ -151,12 +152,14 @@ def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
     for node in nodes[:-1]:
         if node.meta.get("of_forward") and node not in placeholders[inputs:]:
             there[node] = forward.node_copy(node, there.__getitem__)
-    forward.output(fx.node.map_arg((tuple(results), tuple(saved)), there.__getitem__))
+    tensors = [node for node in saved if isinstance(node.meta["val"], Tensor)]
+    numbers = [node for node in saved if node not in tensors]
+    forward.output(fx.node.map_arg((tuple(results), tuple(tensors), tuple(numbers)), there.__getitem__))
 
     given = iter(placeholders[inputs:])
     taken = [next(given) if learned else None for learned in learns]
     there = {}
-    for place, node in enumerate([*taken, *saved]):
+    for place, node in enumerate([*taken, *tensors, *numbers]):
         new = backward.placeholder(f"x{place}")
         if node is not None:
             new.meta, there[node] = node.meta, new
@@ -166,8 +169,7 @@ def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
     backward.output(fx.node.map_arg(tuple(found), there.__getitem__))
     for half in (forward, backward):  # gradients of outputs that an autograd function does not read are zeros
         half.eliminate_dead_code(lambda node: node.is_impure() or node.target is triton_kernel_wrapper_mutation)
-    constant = [place for place, learned in enumerate(learns) if not learned]
-    return Halves(fx.GraphModule(traced, forward), fx.GraphModule(traced, backward), constant)
+    return Halves(fx.GraphModule(traced, forward), fx.GraphModule(traced, backward), learns)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import functools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zoo.engine.autograd import differentiable_once, is_view, trace_halves
+from zoo.engine.autograd import Halves, differentiable_once, is_view, trace_halves
 from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
@@ -287,8 +287,7 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
     if (switches or torch.is_grad_enabled()) and any(each.requires_grad for each in tensors):
         if switches or (halves := trace_halves(graph)) is None:
             return None
-        read = [bool(each.users) for each in halves.backward.graph.nodes if each.op == "placeholder"]
-        run = _function(line(halves.forward), line(halves.backward, boxed=True), read, halves.not_differentiable)
+        run = _function(line(halves.forward), line(halves.backward, boxed=True), halves.learns, _layouts(halves))
     else:
         run = line(graph)
     if kernels:
@@ -296,6 +295,17 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
 
         compile_together(kernels)
     return run
+
+
+def _layouts(halves: Halves) -> list[Any] | None:
+    """Layouts of the outputs whose gradients the backward reads, None for the others; None if sizes are symbols."""
+    (output,) = halves.forward.graph.find_nodes(op="output")
+    values = [each.meta["example_value"] for each in output.args[0][0]]
+    if not all(map(_has_fixed_layout, values)):
+        return None
+    grads = halves.backward.graph.find_nodes(op="placeholder")
+    both = zip(grads, values, strict=False)
+    return [((*x.shape,), x.stride(), x.dtype, x.device) if grad.users else None for grad, x in both]
 
 
 def recorded(maker: Callable[..., Run]) -> Run:
@@ -434,19 +444,22 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
 
 @recorded
-def _function(forward: Run, backward: Run, read: Sequence[bool], not_differentiable: Iterable[int]) -> Run:
-    """An autograd function of two halves; ``read`` says which of its arguments the backward reads."""
-    constant = tuple(not_differentiable)
+def _function(forward: Run, backward: Run, learns: Sequence[bool], layouts: Sequence[Any] | None) -> Run:
+    """An autograd function of two halves.
+
+    ``layouts`` are those of the outputs, None where sizes are symbols; in it an output whose gradient is not read is
+    None.
+    """
+    constant = [place for place, learned in enumerate(learns) if not learned]
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             with torch._C._DisableAutocast():  # the trace has its casts
-                outputs, saved = forward(*args)
-            ctx.save_for_backward(*(each if isinstance(each, Tensor) else None for each in saved))
-            ctx.numbers = [None if isinstance(each, Tensor) else each for each in saved]
-            ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
-            ctx.mark_non_differentiable(*(outputs[index] for index in constant))
+                outputs, tensors, ctx.numbers = forward(*args)
+            ctx.save_for_backward(*tensors)
+            ctx.layouts = layouts or [*map(_layout, outputs)]
+            ctx.mark_non_differentiable(*(outputs[place] for place in constant))
             # Zeros for the gradients of outputs that nobody reads would be a launch each.
             ctx.set_materialize_grads(False)
             return outputs
@@ -454,13 +467,7 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], not_differentia
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
-            given = [
-                _laid_out(grad, *layout) if is_read else None
-                for grad, layout, is_read in zip(grads, ctx.layouts, read, strict=False)
-            ]
-            both = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-            given += [number if tensor is None else tensor for tensor, number in both]
-            del both
+            given = [*map(_laid_out, grads, ctx.layouts), *ctx.saved_tensors, *ctx.numbers]
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
             with torch._C._DisableAutocast():
                 return backward(given)
@@ -471,8 +478,15 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], not_differentia
     return apply
 
 
-def _laid_out(grad: Tensor | None, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _laid_out(grad: Tensor | None, layout: tuple[Any, ...] | None) -> Tensor | None:
     """A gradient in the layout of its output: the backward was traced for no other."""
+    if layout is None:
+        return None
+    shape, stride, dtype, device = layout
     if grad is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
     return grad if grad.stride() == stride else grad.new_empty_strided(shape, stride).copy_(grad)
