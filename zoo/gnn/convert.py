@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.files import upstream
-from zoo.gnn.convs import ACTIVATIONS
-from zoo.gnn.model import GAT, GCN, GATConfig, GCNConfig, GNNConfig, GraphSAGE, SAGEConfig, build
+from zoo.gnn.config import ACTIVATIONS, GATConfig, GCNConfig, GNNConfig, SAGEConfig
+from zoo.gnn.model import GAT, GCN, GraphSAGE, build
 from zoo.weights import Table, WeightMap
 
 # By the name of the model in both libraries: our config, their convolution, and its attributes that are fields of ours.

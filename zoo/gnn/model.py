@@ -1,4 +1,4 @@
-"""GCN, GAT and GraphSAGE.
+"""GCN, GAT and GraphSAGE, and their convolutions, to build with or inside the models' layers.
 
     x [N, C_in] ─ layer ─ layer ─ ... ─ conv ─▶ [N, C_out]         layer: conv ─ epilogue (bias ─ norm ─ act ─ dropout)
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
@@ -7,144 +7,301 @@ Sorting, self-loops and degrees, which depend on the graph alone, are done outsi
 region: the product with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue. The
 first layer, the last and all between compile to one graph each, at any depth.
 
-Shape legend: N nodes, E edges, C channels, H heads.
+A convolution takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw
+``edge_index``, which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources
+and D destinations, outputs are of the destinations, and features a pair ([S, C_s], [D, C_d]); or those of the sources
+alone, of which the destinations are the first.
+
+Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.gnn.convs import ACTIVATIONS, NORMS, GATConv, GCNConv, Graphs, SAGEConv, make
+from zoo.gnn.config import ACTIVATIONS, NORMS, GATConfig, GCNConfig, GNNConfig, SAGEConfig, make
 from zoo.gnn.graph import CSRGraph, GraphMemory, Recipe, check_nodes, dynamo_disabled
-from zoo.ops.common import accumulation_dtype, is_unmodified
-from zoo.ops.csr import GraphTensors
+from zoo.ops.common import accumulation_dtype, differentiated, is_unmodified, kernels_run
+from zoo.ops.csr import GraphTensors, add_bias, attention, max_neighbours, mean_neighbours, sum_neighbours
+
+Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
+Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
+Features: TypeAlias = Tensor | tuple[Tensor, Tensor]  # of all nodes, or of sources and of destinations
+VECTOR = 8  # values of half precision in 16 bytes
+MANY_NODES = 2**16  # from here on padding the weights pays off
 
 
-@dataclass(frozen=True, kw_only=True)
-class GNNConfig:
-    """Fields of all three models, named and meant as in torch-geometric.
+class _Conv(nn.Module):
+    """How a graph becomes tensors. The product comes before or after the sum, where edges move fewer values."""
 
-    Args:
-        num_layers: Number of convolutions.
-        out_channels: Width of the output; None for ``hidden_channels``.
-        dropout: Probability of dropping an activation in training (and a neighbour, in GAT).
-        act: Activation by name, or None; see ``zoo.gnn.convs.ACTIVATIONS``.
-        act_first: Activate before the normalisation.
-        norm: ``"batch"``, ``"layer"`` or None.
-        jk: ``"last"``, ``"cat"`` or ``"max"`` puts a linear layer over the last or all layers' outputs; None makes the
-            last convolution the output.
-    """
+    recipe: Recipe
 
-    in_channels: int
-    hidden_channels: int
-    num_layers: int
-    out_channels: int | None
-    dropout: float = 0.0
-    act: str | None = "relu"
-    act_first: bool = False
-    act_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    norm: str | None = None
-    norm_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    jk: str | None = None
-
-    def __post_init__(self) -> None:
-        validate.positive(self, "in_channels", "hidden_channels", "num_layers")
-        if self.out_channels is not None:
-            validate.positive(self, "out_channels")
-        if not 0.0 <= self.dropout <= 1.0:
-            raise ValueError(f"dropout is {self.dropout!r}, expected a probability, 0 to 1")
-        validate.one_of(self, "jk", (None, "last", "cat", "max"))
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = GraphMemory()
 
     @property
-    def output_width(self) -> int:
-        """Width of the output."""
-        return self.hidden_channels if self.out_channels is None else self.out_channels
+    def weight(self) -> Tensor:
+        """A parameter whose dtype and device the features must have."""
+        return next(self.parameters())
 
-    @property
-    def ends_in_conv(self) -> bool:
-        """Whether the last convolution has the output's width."""
-        return self.out_channels is not None and self.jk is None
+    def _tensors(
+        self, graph: Graph, edge_weight: Tensor | None, x: Features, *linears: nn.Linear | None
+    ) -> GraphTensors:
+        """Prepare a graph for features that go through one layer or, of sources and destinations, through two."""
+        if isinstance(graph, GraphTensors):
+            if edge_weight is not None:
+                raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
+            return graph
+        if isinstance(x, tuple) and not len(x) == len(linears) == 2:
+            takes = "features of the sources alone" if len(linears) == 1 else "two tensors, sources and destinations"
+            raise TypeError(f"x is a tuple of {len(x)}, expected {takes}")
+        sources: Any
+        own: Any
+        sources, own = x if isinstance(x, tuple) else (x, x)
+        for each, linear in zip((sources, own), linears, strict=False):
+            if linear is not None:
+                validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
+            elif not isinstance(each, Tensor):
+                found = type(each).__name__
+                raise TypeError(f"x of the destinations is a {found}, expected a tensor: torch.empty(D, 0)")
+        prepared = self._memory.prepare(graph, edge_weight, sources, self.recipe, own.shape[0])
+        check_nodes(sources, prepared.num_sources, prepared.device)
+        if own is not sources:
+            check_nodes(own, prepared.num_destinations, prepared.device)
+        elif len(linears) == 2 and prepared.num_destinations > own.shape[0]:
+            raise ValueError(
+                f"the graph has {prepared.num_destinations} destinations and x {own.shape[0]} rows, of which they must "
+                "be the first; pass x=(sources, destinations)"
+            )
+        return prepared.tensors
 
-    def widths(self) -> list[tuple[int, int]]:
-        """(input, output) of each layer's convolution."""
-        outputs = [self.hidden_channels] * self.num_layers
-        if self.ends_in_conv:
-            outputs[-1] = self.output_width
-        return list(zip([self.in_channels, *outputs[:-1]], outputs, strict=True))
 
+class GCNConv(_Conv):
+    """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
-@dataclass(frozen=True, kw_only=True)
-class GCNConfig(GNNConfig):
-    """A GCN; see ``GCNConv``."""
-
-    improved: bool = False
-    add_self_loops: bool | None = None
-    normalize: bool = True
-    bias: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.add_self_loops is None:
-            # Resolved here, so that configs of equal models are equal.
-            object.__setattr__(self, "add_self_loops", self.normalize)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GATConfig(GNNConfig):
-    """A GAT; see ``GATConv``.
-
-    With ``concat`` the heads of hidden layers share ``hidden_channels``, else each has the full width and they are
-    averaged. The last convolution always averages them.
+    Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
+    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
+    with edge weights alone.
     """
 
-    heads: int
-    concat: bool = True
-    negative_slope: float = 0.2
-    add_self_loops: bool = True
-    bias: bool = True
-    residual: bool = False
+    def __init__(
+        self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
+        normalize: bool = True, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        add_self_loops = normalize if add_self_loops is None else add_self_loops
+        if add_self_loops and not normalize:
+            raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
+        self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize, improved=improved and add_self_loops)
+        # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
+        self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
+        self.lin = nn.Linear(in_channels, out_channels, bias=False)
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        validate.positive(self, "heads")
-        hidden = self.num_layers > 1 or not self.ends_in_conv
-        if self.concat and hidden and self.hidden_channels % self.heads:
-            raise ValueError(f"heads is {self.heads}, which does not divide hidden_channels {self.hidden_channels}")
+    def reset_parameters(self) -> None:
+        """Glorot for the weight, zero for the bias."""
+        nn.init.xavier_uniform_(self.lin.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
+        """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
+
+        ``relu`` comes last; where no gradient is recorded, the kernel before it applies it.
+        """
+        graph = self._tensors(graph, edge_weight, x, self.lin)
+        if self.aggregate_first:
+            return _linear(sum_neighbours(x, graph), self.lin.weight, self.bias, relu)
+        table = _product(x, self.lin.weight)
+        return sum_neighbours(table, graph, bias=self.bias, channels=self.lin.out_features, relu=relu)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SAGEConfig(GNNConfig):
-    """A GraphSAGE; see ``SAGEConv``."""
+class SAGEConv(_Conv):
+    """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
-    aggr: str = "mean"
-    normalize: bool = False
-    root_weight: bool = True
-    project: bool = False
-    bias: bool = True
+    ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
+    is as for ``GCNConv``.
+    """
+
+    def __init__(
+        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if aggr not in ("mean", "max", "sum"):
+            raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
+        sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        self.recipe = Recipe(mean=aggr == "mean", weighted=False)
+        self.aggr = aggr
+        self.normalize = normalize
+        # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
+        no_gradient = input_layer and not project
+        self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
+        # One product serves neighbours and the node itself.
+        self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
+        self.lin = nn.Linear(sources, sources) if project else None
+        self.lin_l = nn.Linear(sources, out_channels, bias=bias)
+        self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
+
+    def reset_parameters(self) -> None:
+        """As ``nn.Linear`` draws them."""
+        for linear in (self.lin, self.lin_l, self.lin_r):
+            if linear is not None:
+                linear.reset_parameters()
+
+    def forward(
+        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
+        """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]. ``relu`` as for ``GCNConv``."""
+        graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
+        sources, root = x if isinstance(x, tuple) else (x, x)
+        weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
+        aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
+        if self.in_one and isinstance(x, Tensor):
+            assert self.lin_r is not None
+            weights, last = (weight, self.lin_r.weight), relu and not self.normalize
+            if self.aggregate_first or fewer:
+                # With fewer rows than the features have, a product before the sum would compute all of them.
+                out = _linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias, last)
+            else:
+                width = weight.shape[0]
+                out = aggregate(_product(x, *weights), graph, own="add", bias=bias, channels=width, relu=last)
+            if last:
+                return out
+        else:
+            if self.lin is not None:
+                sources = self.lin(sources).relu()
+            if self.aggregate_first:
+                out = F.linear(aggregate(sources, graph), weight)
+            else:
+                out = aggregate(F.linear(sources, weight), graph)
+            if self.lin_r is not None:
+                root = root[: graph.rowptr.shape[0] - 1] if fewer else root
+                if out.dtype == root.dtype == self.lin_r.weight.dtype:
+                    # In place the second product adds to the first; out of place torch would copy the first.
+                    out = out.addmm_(root, self.lin_r.weight.t())
+                else:  # under autocast, which casts nothing for an in-place product
+                    out = out + self.lin_r(root)
+            out = add_bias(out, bias)
+        out = F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        return out.relu() if relu else out
 
 
-# ogbn-arxiv: 128 features and 40 classes, at the widths of the benchmark's own examples.
-_ARXIV: dict[str, Any] = {"in_channels": 128, "hidden_channels": 256, "num_layers": 3, "out_channels": 40}
-# Cora: 1433 features and 7 classes, at the widths of the papers.
-_CORA: dict[str, Any] = {"in_channels": 1433, "hidden_channels": 64, "num_layers": 2, "out_channels": 7}
-_DEBUG: dict[str, Any] = {"in_channels": 12, "hidden_channels": 16, "num_layers": 3, "out_channels": 5}
+class GATConv(_Conv):
+    """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
-PRESETS: dict[str, GNNConfig] = {
-    "gcn": GCNConfig(**_ARXIV),
-    "gat": GATConfig(**_ARXIV, heads=8),
-    "graphsage": SAGEConfig(**_ARXIV),
-    "gcn-cora": GCNConfig(**_CORA),
-    "gat-cora": GATConfig(**_CORA, heads=8, act="elu"),
-    "graphsage-cora": SAGEConfig(**_CORA),
-    "gcn-debug": GCNConfig(**_DEBUG),
-    "gat-debug": GATConfig(**_DEBUG, heads=4),
-    "graphsage-debug": SAGEConfig(**_DEBUG),
-}
+    ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
+    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
+    left out with probability ``dropout``.
+    """
+
+    def __init__(
+        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
+        negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
+        residual: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        validate.count("heads", heads)
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
+        self.recipe = Recipe(self_loops=add_self_loops, weighted=False)
+        self.concat = concat
+        self.negative_slope = negative_slope
+        self.dropout = dropout
+        self.lin = self.lin_src = self.lin_dst = None
+        if isinstance(in_channels, int):
+            self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
+            own = in_channels
+        else:
+            sources, own = in_channels
+            self.lin_src = nn.Linear(sources, heads * out_channels, bias=False)
+            self.lin_dst = nn.Linear(own, heads * out_channels, bias=False)
+        self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
+        self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
+        total = heads * out_channels if concat else out_channels
+        self.res = nn.Linear(own, total, bias=False) if residual else None
+        self.bias = nn.Parameter(torch.empty(total)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot for weights and attention vectors, zero for the bias."""
+        for linear in (self.lin, self.lin_src, self.lin_dst, self.res):
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
+        for vector in (self.att_src, self.att_dst):
+            bound = math.sqrt(6.0 / (vector.shape[1] + vector.shape[2]))
+            nn.init.uniform_(vector, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:  # fmt: skip
+        """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...].
+
+        ``relu`` comes last.
+        """
+        of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
+        assert of_sources is not None and of_own is not None
+        graph = self._tensors(graph, edge_weight, x, of_sources, of_own)
+        sources, own = x if isinstance(x, tuple) else (x, x)
+        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
+        # from torch-geometric's by 1e-4, with the same error.
+        weight, a_destination = of_sources.weight, None
+        if isinstance(x, Tensor) and of_own is of_sources:
+            table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
+        else:
+            table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
+            a_destination = F.linear(own, _score_weights(of_own.weight, self.att_dst))
+        dropout, heads = self.dropout if self.training else 0.0, self.att_src.shape[1]
+        ends = self.res is None
+        out = attention(
+            table, a_destination, heads, graph, self.negative_slope, dropout, average=not self.concat,
+            bias=self.bias if ends else None, relu=relu and ends,
+        )  # fmt: skip
+        if self.res is None:
+            return out
+        out = add_bias(out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own), self.bias)
+        return out.relu() if relu else out
+
+
+def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
+    """What maps features to the scores of every head: weight [H C, C_in], K vectors [1, H, C] -> [K H, C_in]."""
+    stacked = torch.cat(vectors).transpose(0, 1)  # [H, K, C]
+    by_head = torch.bmm(stacked, weight.view(stacked.shape[0], stacked.shape[2], -1))  # [H, K, C_in]
+    return by_head.transpose(0, 1).reshape(-1, weight.shape[1])
+
+
+def _product(x: Tensor, *weights: Tensor) -> Tensor:
+    """Features [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
+
+    For many nodes on a GPU zeros pad each weight's part to whole vectors, which are written and read faster.
+    """
+    missing = -weights[0].shape[0] % VECTOR
+    if missing and x.shape[0] >= MANY_NODES and kernels_run(x):
+        weights = tuple(F.pad(weight, (0, 0, 0, missing)) for weight in weights)
+    return F.linear(x, weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """``F.linear``, and a relu that costs no pass over the result where no gradient is wanted."""
+    if (
+        relu and bias is not None and x.dtype == weight.dtype == bias.dtype and kernels_run(x, weight, bias)
+        and not differentiated(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
+    ):  # fmt: skip
+        return torch._addmm_activation(bias, x, weight.t())
+    out = F.linear(x, weight, bias)
+    return out.relu() if relu else out
 
 
 # The convolution of a config, and the fields that it takes as arguments of the same names.
