@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from tests import test_kernel
 from tests.kernel_checks import MARKS, kernels_run  # noqa: F401
-from zoo.ops import common, products
+from zoo.ops import common, transformer
 from zoo.ops.triton import csr, group_norm
 
 pytestmark = MARKS
@@ -38,7 +38,7 @@ def _dtype(x: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(transformer, "_is_hopper", lambda device: True)
     # Small tiles and few programs, which run one after the other.
     monkeypatch.setattr(group_norm, "ENOUGH", 6)
     monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)

@@ -15,8 +15,7 @@ from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention, decode_layer, rotate_into, split_rotated
-from zoo.ops.norms import rms_norm
-from zoo.ops.products import swiglu
+from zoo.ops.transformer import rms_norm, swiglu
 from zoo.ops.triton import decode as products
 
 pytestmark = MARKS

@@ -9,9 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, close, kernels_run  # noqa: F401
-from zoo.ops.conv import conv_add
-from zoo.ops.norms import WIDEST_NORM, add_layer_norm, add_norm, add_rms_norm, layer_norm, reference_rms_norm, rms_norm
-from zoo.ops.products import bias_gelu, column_sums, gated_gelu, swiglu, weight_gradient
+from zoo.ops.images import conv_add
+from zoo.ops.transformer import (
+    WIDEST_NORM,
+    add_layer_norm,
+    add_norm,
+    add_rms_norm,
+    bias_gelu,
+    column_sums,
+    gated_gelu,
+    layer_norm,
+    reference_rms_norm,
+    rms_norm,
+    swiglu,
+    weight_gradient,
+)
 from zoo.ops.triton import glu, norms, tiles
 
 pytestmark = MARKS

@@ -11,8 +11,8 @@ from torch import Tensor
 import zoo
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # noqa: F401
-from zoo.ops import batch_norm, conv
-from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
+from zoo.ops import images as operators
+from zoo.ops.images import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
 from zoo.ops.triton import batch_norm as kernels
 
 pytestmark = MARKS
@@ -240,7 +240,7 @@ def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: 
     found = {}
     for kernels_on in (True, False):
         if not kernels_on:
-            monkeypatch.setattr(batch_norm, "kernels_run", lambda *_: False)
+            monkeypatch.setattr(operators, "kernels_run", lambda *_: False)
         own = copy.deepcopy(model)
         out = own(images)
         (out * torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)).sum().backward()
@@ -256,9 +256,9 @@ def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: 
 )
 def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], dtype: torch.dtype) -> None:
     x = values(*shape, dtype=dtype)
-    expected = conv.space_to_depth(x.double(), *arguments, torch.float64)  # float64 is torch's own
+    expected = operators.space_to_depth(x.double(), *arguments, torch.float64)  # float64 is torch's own
     for images in (x, x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT):
-        found = conv.space_to_depth(images, *arguments, dtype)
+        found = operators.space_to_depth(images, *arguments, dtype)
         assert found.dtype == dtype and found.stride() == expected.stride()
         assert torch.equal(found.double(), expected)
 

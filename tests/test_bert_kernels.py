@@ -16,7 +16,7 @@ import zoo.ops.common
 from tests.blocks import Doubled
 from tests.fake_gpu import traced
 from zoo.bert import BertLayer, pack
-from zoo.ops import norms, products
+from zoo.ops import transformer
 from zoo.training import checkpoint_regions
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -31,15 +31,15 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     def grown(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape).to(dtype).requires_grad_()
 
-    low, norm = torch.bfloat16, norms.add_layer_norm
+    low, norm = torch.bfloat16, transformer.add_layer_norm
     return {
         "norm": (norm, (grown(2, 3, 8), grown(2, 3, 8), None, grown(8), grown(8), 1e-6)),
         "norm and its copy": (norm, (grown(2, 8), grown(2, 8, dtype=low), grown(8), grown(8), grown(8), 1e-6, low)),
         "norm of a low sum": (norm, (grown(2, 8), grown(2, 8, dtype=low), None, grown(8), grown(8), 1e-6)),
         "norm of low rows": (norm, (*grown(2, 2, 8, dtype=low).unbind(), None, *grown(2, 8, dtype=low).unbind(), 1e-6)),
-        "GELU": (products.bias_gelu, (grown(2, 3, 8), grown(8), False)),
-        "GELU by tanh": (products.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
-        "bias of a product": (products.column_sums, (torch.randn(2, 3, 8), low)),
+        "GELU": (transformer.bias_gelu, (grown(2, 3, 8), grown(8), False)),
+        "GELU by tanh": (transformer.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
+        "bias of a product": (transformer.column_sums, (torch.randn(2, 3, 8), low)),
     }
 
 
@@ -47,7 +47,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 def test_a_norm_matches_torchs_without_kernels(shifted: bool) -> None:
     x, added = torch.randn(2, 2, 3, 8, dtype=torch.float64).unbind()
     weight, bias, shift = torch.randn(3, 8, dtype=torch.float64).unbind()
-    out, low = norms.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
+    out, low = transformer.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
     torch.testing.assert_close(out, F.layer_norm(x + added + shift * shifted, (8,), weight, bias, 1e-6))
     assert out.dtype == torch.float64 and torch.equal(low, out.bfloat16())
 
@@ -83,10 +83,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             return F.gelu(x.float() + bias.float(), approximate="tanh" if tanh else "none").to(x.dtype)
 
     monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
-    monkeypatch.setattr(norms, "_Norm", Norm)
-    monkeypatch.setattr(products, "_BiasGelu", Activation)
+    monkeypatch.setattr(transformer, "_Norm", Norm)
+    monkeypatch.setattr(transformer, "_BiasGelu", Activation)
     sums = lambda x, dtype: (count("column_sums"), x.flatten(0, -2).float().sum(0).to(dtype))[1]  # noqa: E731
-    monkeypatch.setattr(products, "column_sums", sums)
+    monkeypatch.setattr(transformer, "column_sums", sums)
     return ran
 
 

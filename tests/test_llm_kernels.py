@@ -18,8 +18,7 @@ from zoo.llm import LLM, LLMLayer
 from zoo.llm.generate import DecodeState, accept
 from zoo.llm.model import _add_linear
 from zoo.ops.attention import MOST_ROWS, attend, decode_attention, few_rows, heads_fit, rotate_into, split_rotated
-from zoo.ops.norms import WIDEST_RMS_NORM, add_rms_norm, rms_norm
-from zoo.ops.products import swiglu
+from zoo.ops.transformer import WIDEST_RMS_NORM, add_rms_norm, rms_norm, swiglu
 from zoo.training import checkpoint_regions
 from zoo.training.tensor_parallel import RowLinear
 

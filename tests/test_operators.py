@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from zoo.engine import compat
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import common as operators
-from zoo.ops import products
+from zoo.ops import transformer
 from zoo.ops.common import to_images, to_rows
-from zoo.ops.conv import operator
-from zoo.ops.products import column_sums, low_add_linear, low_linear, takes_low
+from zoo.ops.images import operator
+from zoo.ops.transformer import column_sums, low_add_linear, low_linear, takes_low
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_chain_of_operators_compiles_in_no_time() -> None:
     """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from zoo.ops.conv import operator
+    from zoo.ops.images import operator
 
     like = "zoo_test_compat", "(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.empty_like(x)
 
@@ -211,7 +211,7 @@ def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
 
 def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("weight_gradient", "column_sums"):
-        monkeypatch.setattr(products, name, lambda *_: pytest.fail("nobody asked"))
+        monkeypatch.setattr(transformer, name, lambda *_: pytest.fail("nobody asked"))
     x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
     (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
     assert x.grad is not None

@@ -13,9 +13,18 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
-from zoo.ops import conv as stem
-from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
-from zoo.ops.conv import conv_act, linear_relu, stem_conv
+from zoo.ops import images as stem
+from zoo.ops.images import (
+    Norm,
+    bias_act,
+    bias_act_pool,
+    conv_act,
+    linear_relu,
+    max_pool,
+    norm_act,
+    norm_act_pool,
+    stem_conv,
+)
 from zoo.resnet import Folding, ResNet, fold_batch_norm
 
 

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 import zoo
 from tests import fake_gpu
-from zoo.ops import conv as convs
-from zoo.ops import products as low_products
-from zoo.ops.attention import short_attention
-from zoo.ops.conv import conv_add, upsample, windows, windows_run
-from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
-from zoo.ops.products import gated_gelu, gated_gelu_product
+from zoo.ops import images as convs
+from zoo.ops import transformer as low_products
+from zoo.ops.images import cat_group_norm, conv_add, group_norm, upsample, windows, windows_run
+from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock
 from zoo.unet import blocks as products
 from zoo.unet.blocks import PRESETS, BlockShape

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run  # noqa: F401
 from tests.operator_checks import Call, check, tensors
-from zoo.ops import norms as ops
+from zoo.ops import images as ops
 from zoo.ops.triton import group_norm as kernels
 
 pytestmark = MARKS

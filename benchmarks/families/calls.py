@@ -20,8 +20,7 @@ from benchmarks.compiler import other_cache
 from benchmarks.families.base import Prepared, Training, Workload, autocast_of, dtype_of, weights_dtype
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
-from zoo.ops.norms import layer_norm
-from zoo.ops.products import bias_gelu
+from zoo.ops.transformer import bias_gelu, layer_norm
 
 BATCH, WIDTH, DEPTH = 4, 256, 8
 GRAPHS = {f"graphs-{count}": count for count in (1, 8, 24)}

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_plain_tensor, is_unmodified, kernels_run
-from zoo.ops.norms import add_layer_norm
-from zoo.ops.products import bias_gelu, low_linear, takes_low, with_low_copy
+from zoo.ops.transformer import add_layer_norm, bias_gelu, low_linear, takes_low, with_low_copy
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -42,8 +42,7 @@ from zoo.ops.attention import (
     split_rotated,
 )
 from zoo.ops.common import compute_dtype, is_plain_tensor, is_unmodified
-from zoo.ops.norms import add_rms_norm, rms_norm
-from zoo.ops.products import swiglu
+from zoo.ops.transformer import add_rms_norm, rms_norm, swiglu
 from zoo.weights import initialise
 
 

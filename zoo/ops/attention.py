@@ -1,4 +1,4 @@
-"""Rotary positions, attention of grouped queries over a cache, and attention to few keys.
+"""Rotary positions, attention of grouped queries over a cache, and a decoding step's layer.
 
 The token of position p lies in slot p of the cache. Rotary embeddings are https://arxiv.org/abs/2104.09864.
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
-from zoo.ops.norms import reference_rms_norm
+from zoo.ops.transformer import reference_rms_norm
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
@@ -156,33 +156,3 @@ def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
     return kernels.decode.linear(x, weight, kernels.decode.can_overlap(x.device), norm, eps)
-
-
-# Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
-MOST_KEYS = 128
-WIDEST_HEAD = 256
-
-
-def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
-
-    Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
-    made for long rows of keys. Other shapes are a ValueError.
-    """
-    expected = (query.shape[0], key.shape[1], *query.shape[2:])
-    if key.shape != value.shape or tuple(key.shape) != expected:
-        shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
-        raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
-    if bias is None and _short_fits(query, key, value):
-        return kernels.attention.short_attention(query, key, value)
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
-
-
-def _short_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if query.dtype not in (torch.bfloat16, torch.float16) or not query.dtype == key.dtype == value.dtype:
-        return False
-    width, keys = key.shape[3], key.shape[1]
-    fits = 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
-    return fits and not differentiated(query, key, value) and kernels_run(query, key, value)

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.ops.batch_norm import Norm, bias_act, bias_act_pool, norm_act, norm_act_pool
 from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, watched
-from zoo.ops.conv import conv_act, linear_relu, stem_conv
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_act, linear_relu, norm_act, norm_act_pool, stem_conv
 from zoo.weights import keep_channels_last
 
 STEM_WIDTH = 64

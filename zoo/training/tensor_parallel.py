@@ -25,7 +25,7 @@ from zoo.llm import LLM, LLMLayer
 from zoo.llm.model import RMSNorm
 from zoo.ops import triton as kernels
 from zoo.ops.common import KERNEL_DTYPES, ceil_div, kernels_run, to_local, triton_runs_on
-from zoo.ops.norms import rms_norm
+from zoo.ops.transformer import rms_norm
 
 if TYPE_CHECKING:
     from zoo.ops.triton.sums import Shared

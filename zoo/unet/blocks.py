@@ -22,11 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.ops.attention import short_attention
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
-from zoo.ops.conv import conv, conv3, conv_add, upsample
-from zoo.ops.norms import add_norm, cat_group_norm, group_norm, layer_norm
-from zoo.ops.products import gated_gelu, gated_gelu_product, low_add_linear, low_linear, takes_low
+from zoo.ops.images import cat_group_norm, conv, conv3, conv_add, group_norm, upsample
+from zoo.ops.transformer import (
+    add_norm,
+    gated_gelu,
+    gated_gelu_product,
+    layer_norm,
+    low_add_linear,
+    low_linear,
+    short_attention,
+    takes_low,
+)
 
 # Diffusers' for the norm before a transformer, and torch's default for the norms inside.
 ENTRY_EPS, EPS = 1e-6, 1e-5
@@ -269,7 +276,7 @@ PRESETS: dict[str, UNetConfig] = {
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.products``."""
+    """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.transformer``."""
     if differentiated(x, weight, bias) and kernels_run(x, weight, bias):
         low = x.to(compute_dtype(x))  # as autocast would
         if takes_low(low, weight, bias):

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.captured import side_stream
 from zoo.engine.region import Region
-from zoo.ops.conv import conv
-from zoo.ops.norms import group_norm
+from zoo.ops.images import conv, group_norm
 from zoo.unet.blocks import (
     Conditioning,
     Level,

@@ -29,8 +29,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.engine.kernel import kernel
-from zoo.ops.batch_norm import NO_NORM, Tensors
 from zoo.ops.common import ceil_div
+from zoo.ops.images import NO_NORM, Tensors
 from zoo.ops.triton.tiles import total_of
 
 # Rows and channels that a program holds at once, and its warps: of the forward, and of gradients of rows.

@@ -217,7 +217,7 @@ def _space_to_depth(
 
 
 def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """As ``zoo.ops.conv.space_to_depth``; ``channels`` is a power of two."""
+    """As ``zoo.ops.images.space_to_depth``; ``channels`` is a power of two."""
     out = x.new_empty(x.shape[0], height, width, channels, dtype=dtype)
     pixels = x.shape[0] * height * width
     _space_to_depth[(ceil_div(pixels, PIXELS),)](

@@ -1,0 +1,463 @@
+"""Operators on images in channels_last: convolutions, batch and group norms, and what lies around them.
+
+    norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
+    bias_act     relu(x + bias)  relu(x + bias + residual)
+    ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
+
+Group norm is Wu and He, 2018. torch's own goes through the other memory format, and adds a shift and applies SiLU in
+passes of their own.
+
+Shape legend: B or N images, C channels, H height, W width, R rows (pixels of all images), O channels of the output, D
+channels of squares of pixels, S channels of a skip connection.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zoo.engine.autograd import Function, differentiable_once
+from zoo.engine.compat import name_fallbacks_alone
+from zoo.ops import triton as kernels
+from zoo.ops.common import (
+    KERNEL_DTYPES,
+    accumulation_dtype,
+    ceil_div,
+    differentiated,
+    is_unmodified,
+    kernels_run,
+    to_images,
+    to_rows,
+)
+from zoo.ops.transformer import column_sums
+
+# Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
+MOST_PIXELS, LEAST_CHANNELS = 256, 640
+
+
+def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+    """X [R, C] plus bias [C] plus residual [R, C], if any: [R, C], in the wider dtype of x and residual. Rounded once.
+
+    torch adds a convolution's bias one number at a time in channels_last. Other shapes are a ValueError.
+    """
+    if residual is not None and x.shape != residual.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+    if kernels_run(x, bias, residual):
+        learn = differentiated(x, bias, residual)
+        return _ConvAdd.apply(x, bias, residual) if learn else kernels.tiles.conv_add(x, bias, residual)
+    # Under autocast parameters stay wide, and would make activations wide as well.
+    total = x + bias.to(x.dtype)
+    return total if residual is None else total + residual
+
+
+class _ConvAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
+        ctx.dtypes = x.dtype, bias.dtype, None if residual is None else residual.dtype
+        return kernels.tiles.conv_add(x, bias, residual)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of a sum every summand has the gradient of the sum; the bias, which is in every row, that of them all."""
+        x, bias, residual = ctx.dtypes
+        grad_bias = column_sums(grad, bias) if ctx.needs_input_grad[1] else None
+        return grad.to(x), grad_bias, None if residual is None else grad.to(residual)
+
+
+def upsample(x: Tensor) -> Tensor:
+    """Nearest neighbours: [B, C, H, W] -> [B, C, 2 H, 2 W] in channels_last, each pixel four times."""
+    if differentiated(x) or not kernels_run(x):
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")
+    return kernels.tiles.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def conv3(x: Tensor, weight: Tensor) -> Tensor:
+    """A 3 × 3 convolution with a padding of 1 and no bias: [B, C_in, H, W] -> [B, C_out, H, W]."""
+    if windows_run(x, weight, 1):
+        return _product_of_windows(x, weight, None, 1)
+    return F.conv2d(x, weight, padding=1)
+
+
+def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
+    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for inference."""
+    bias = layer.bias
+    if bias is None or not kernels_run(x, layer.weight, bias):
+        return layer(x)
+    if differentiated(x, layer.weight, bias) and not is_unmodified(layer, nn.Conv2d):
+        return layer(x)
+    stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
+    if usual and windows_run(x, layer.weight, stride):
+        return _product_of_windows(x, layer.weight, bias, stride)
+    x = layer._conv_forward(x, layer.weight, None)
+    return to_images(conv_add(to_rows(x), bias), x)
+
+
+def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether a 3 × 3 convolution of x [B, C, H, W], padded by 1, is to be a product of its windows.
+
+    Of few pixels and many channels: what takes time there is to read the weights, and a product does it faster.
+    """
+    pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
+    few = pixels <= MOST_PIXELS and x.shape[1] >= LEAST_CHANNELS
+    if not few or not weight.is_contiguous(memory_format=torch.channels_last):
+        return False
+    return not differentiated(x, weight) and kernels_run(x, weight)
+
+
+def windows(x: Tensor, stride: int) -> Tensor:
+    """What a 3 × 3 convolution with a padding of 1 multiplies: [B, H, W, C] -> [B H' W', 9 C].
+
+    H' and W' are H / stride and W / stride, rounded up; a stride below 1 is a ValueError. Numbers of a row lie as those
+    of a weight in channels_last.
+    """
+    if stride < 1:
+        raise ValueError(f"stride is {stride}, expected at least 1")
+    if kernels_run(x) and not differentiated(x):
+        return kernels.tiles.windows(x, stride)
+    around = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, stride).unfold(2, 3, stride)
+    return around.permute(0, 1, 2, 4, 5, 3).reshape(-1, 9 * x.shape[3])
+
+
+def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
+    rows = F.linear(windows(x.permute(0, 2, 3, 1), stride), weight.permute(0, 2, 3, 1).flatten(1), bias)
+    return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
+
+
+# Where squares of pixels begin, so that the padding of 3 and a tap of zeros before the others come out even.
+_IMAGE_OFFSET, _WEIGHT_OFFSET = 4, 1
+
+
+def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """The first convolution of a network, without its bias: images in any layout -> [N, O, H', W'] in channels_last.
+
+    A convolution library's fast kernels want channels by the eight, and three leave most of a matrix unit idle. Where
+    kernels run, a 7 × 7 convolution of stride 2 is computed as a 4 × 4 one of stride 1 over squares of 2 × 2 pixels,
+    which have 16 channels: the same products, and zeros. With a, b in 0 .. 6, p, r in 0 .. 3 and q, s in 0, 1,
+
+        y[i, j] = Σ w[a, b] x[2 i + a - 3, 2 j + b - 3]
+                = Σ w[2 p + q - 1, 2 r + s - 1] x[2 (i + p - 2) + q, 2 (j + r - 2) + s]
+    """
+    options = conv.stride, conv.padding, conv.dilation, conv.groups
+    usual = conv.kernel_size == (7, 7) and options == ((2, 2), (3, 3), (1, 1), 1) and conv.in_channels <= 4
+    if not (usual and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
+        x = x.contiguous(memory_format=torch.channels_last)
+        return F.conv2d(x, conv.weight, None, *options)  # type: ignore[arg-type]
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    height, width = (x.shape[2] + 1) // 2 + 3, (x.shape[3] + 1) // 2 + 3
+    depth = 8 if x.shape[1] <= 2 else 16  # a multiple of eight, and a power of two
+    squares = space_to_depth(x, _IMAGE_OFFSET, height, width, depth, dtype)
+    # Under autocast the convolution narrows its weight.
+    return F.conv2d(squares, space_to_depth(conv.weight, _WEIGHT_OFFSET, 4, 4, depth, conv.weight.dtype))
+
+
+def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """Squares of 2 × 2 pixels as channels: [N, C, H, W] -> [N, D, height, width] in channels_last.
+
+    Channel (2 q + s) D / 4 + c of pixel (i, j) is channel c of pixel (2 i + q - offset, 2 j + s - offset), zero outside
+    and where there is no channel c. D is at least 4 C and a power of two.
+    """
+    if kernels_run(x) and not differentiated(x):
+        return kernels.tiles.space_to_depth(x, offset, height, width, channels, dtype)
+    below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
+    wide = F.pad(x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
+    squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
+    return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
+
+
+# The kernels hold all channels of a group at once.
+WIDEST_GROUP = 4096
+
+
+def group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
+
+    A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
+    """
+    given = x, weight, bias, shift
+    if not _group_norm_fits(groups, *given):
+        return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
+    if differentiated(*given):
+        return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, None, shift, weight, bias, groups, eps, silu)[0]
+
+
+def cat_group_norm(
+    x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
+
+    Returns the norm [B, C + S, H, W] and what it was taken of, both in channels_last. A group may reach across.
+    """
+    if not _group_norm_fits(groups, x, weight, bias, skip):
+        joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
+        return _reference_group_norm(joined, None, weight, bias, groups, eps, silu), joined
+    if differentiated(x, skip, weight, bias):
+        return _GroupNorm.apply(x, skip, None, weight, bias, groups, eps, silu)
+    return kernels.group_norm.group_norm(x, skip, None, weight, bias, groups, eps, silu)[:2]
+
+
+def _group_norm_fits(groups: int, x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    return weight.shape[0] // groups <= WIDEST_GROUP and kernels_run(x, weight, *others)
+
+
+def _reference_group_norm(
+    x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
+) -> Tensor:
+    dtype = accumulation_dtype(x.dtype)
+    shifted = x.to(dtype) if shift is None else x.to(dtype) + shift.to(dtype)[:, :, None, None]
+    out = F.group_norm(shifted, groups, weight.to(dtype), bias.to(dtype), eps)
+    return (F.silu(out) if silu else out).to(x.dtype, memory_format=torch.channels_last)
+
+
+class _GroupNorm(torch.autograd.Function):
+    """The norm of x, or with a skip connection that of both side by side, and both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int,
+        eps: float, silu: bool,
+    ) -> Any:  # fmt: skip
+        ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
+        out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
+        ctx.save_for_backward(joined, shift, weight, bias, statistics)
+        return out if skip is None else (out, joined)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        given = grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
+        grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(*given)
+        return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None
+
+
+# Mean, variance, weight and bias of a norm; of one that is not there None.
+Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+NO_NORM: Tensors = (None, None, None, None)
+
+
+class Norm(NamedTuple):
+    """A batch norm as operators take it; vectors are [C]."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor | None  # None for a norm that keeps no statistics
+    running_variance: Tensor | None
+    batches: Tensor | None = None  # how many were counted, int64
+    of_batch: bool = False  # normalise x by its own statistics, and move the running ones towards them in place
+    momentum: float = 0.0
+    eps: float = 1e-5
+
+
+def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None) -> Tensor:
+    """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or the batch norm of one: like x.
+
+    Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
+    rounded once, and gradients have no gradients. A ValueError if the statistics of a single row are wanted.
+    """
+    given = x, *norm[:2], residual, *(() if residual_norm is None else residual_norm[:2])
+    alike = residual_norm is None or residual_norm[5:] == norm[5:]
+    if alike and _kernels_fit(x, residual, *given):
+        _check(x, residual, norm, residual_norm or ())
+        own, other = _tensors(x, norm), _tensors(residual, residual_norm)
+        if differentiated(*given):
+            return _NormAct.apply(x, *own, residual, *other, norm.eps, norm.of_batch)
+        return kernels.batch_norm.norm_act(x, own, residual, other, norm.eps)
+    out = _normalised(x, norm)
+    if residual is not None:
+        out = out + (residual if residual_norm is None else _normalised(residual, residual_norm))
+    return F.relu(out)
+
+
+def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
+    """Whether there is a row, and all have dtypes that kernels take them in."""
+    alike = x.numel() > 0 and (residual is None or residual.dtype == x.dtype)
+    return alike and kernels_run(x, residual, *vectors)
+
+
+def _check(x: Tensor, residual: Tensor | None, *norms: Sequence[Any]) -> None:
+    """Refuse what kernels would read beyond the ends of; a traced block fits, and Dynamo would take twice as long."""
+    if torch.compiler.is_compiling():
+        return
+    shape, channels, device = x.shape, x.shape[1:2], x.device
+    if len(shape) not in (2, 4):
+        raise ValueError(f"x has shape {tuple(shape)}, expected rows [R, C] or images [N, C, H, W]")
+    if residual is not None and (residual.shape != shape or residual.device != device):
+        found = f"{tuple(residual.shape)} on {residual.device}"
+        raise ValueError(f"residual has shape {found}, expected that of x, {tuple(shape)} on {device}")
+    for norm in norms:
+        for name, each in zip(Norm._fields[:4], norm[:4], strict=False):
+            if each is not None and not (each.shape == channels and each.device == device and each.is_contiguous()):
+                found = f"{tuple(each.shape)} and stride {each.stride()} on {each.device}"
+                raise ValueError(f"{name} has shape {found}, expected {tuple(channels)} without gaps on {device}")
+
+
+def _normalised(x: Tensor, norm: Norm) -> Tensor:
+    if norm.batches is not None and norm.of_batch:
+        norm.batches.add_(1)
+    statistics = norm.running_mean, norm.running_variance
+    return F.batch_norm(x, *statistics, norm.weight, norm.bias, norm.of_batch, norm.momentum, norm.eps)
+
+
+def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
+    """Mean and variance that x is normalised by, weight and bias; of the batch they move the running ones."""
+    if x is None or norm is None:
+        return NO_NORM
+    mean, variance = norm.running_mean, norm.running_variance
+    if norm.of_batch:
+        mean, variance = kernels.batch_norm.batch_statistics(x.detach(), mean, variance, norm.batches, norm.momentum)
+    return mean, variance, norm.weight, norm.bias
+
+
+class _NormAct(torch.autograd.Function):
+    """Statistics of the batch are inputs here; the gradient of x goes through them all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, mean, variance, weight, bias, residual, *other, ctx.eps, ctx.of_batch = arguments
+        out: Tensor = kernels.batch_norm.norm_act(x, (mean, variance, weight, bias), residual, tuple(other), ctx.eps)
+        # Without a residual the relu is computed again, and one that is not normalised is not needed.
+        kept = None if other[0] is None else residual
+        ctx.save_for_backward(x, mean, variance, weight, bias, kept, *other, None if residual is None else out)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, variance, weight, bias, residual, *other, out = ctx.saved_tensors
+        affine = any(ctx.needs_input_grad[3:5]) or any(ctx.needs_input_grad[8:10])
+        grad_x, grad_weight, grad_bias, grad_residual, *grad_other = kernels.batch_norm.norm_act_backward(
+            grad, x, (mean, variance, weight, bias), residual, tuple(other), out, ctx.eps, ctx.of_batch, affine
+        )
+        return grad_x, None, None, grad_weight, grad_bias, grad_residual, None, None, *grad_other, None, None
+
+
+def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
+    if _kernels_fit(x, residual, bias) and not differentiated(x, residual, bias):
+        _check(x, residual, (None, bias))
+        return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
+    out = x + (bias if x.dim() == 2 else bias[:, None, None])
+    return F.relu(out if residual is None else out + residual)
+
+
+def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
+    """Norm, relu and the maximum of 3 × 3 pixels at a stride of 2: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
+    """
+    weight, bias, mean, variance = norm[:4]
+    if not norm.of_batch and _kernels_fit(x, None, weight, bias) and not differentiated(x, weight, bias):
+        _check(x, None, norm)
+        return kernels.batch_norm.norm_act_pool(x, mean, variance, weight, bias, norm.eps)
+    return max_pool(norm_act(x, norm))
+
+
+def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
+    """The same of x [N, C, H, W] and bias [C], without a norm."""
+    if _kernels_fit(x, None, bias) and not differentiated(x, bias):
+        _check(x, None, (None, bias))
+        return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
+    # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
+    return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
+
+
+def max_pool(x: Tensor) -> Tensor:
+    """The maximum of 3 × 3 pixels at a stride of 2, the first of equals: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+
+    Where kernels run the result is in channels_last, and the gradient has no gradient.
+    """
+    if _kernels_fit(x, None):
+        return _MaxPool.apply(x) if differentiated(x) else kernels.batch_norm.max_pool(x)[0]
+    return F.max_pool2d(x, 3, 2, 1)
+
+
+class _MaxPool(torch.autograd.Function):
+    """Keeps which of nine pixels it was, a byte for each window, and no image."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.height, ctx.width = x.shape[2:]
+        out, which = kernels.batch_norm.max_pool(x)
+        ctx.save_for_backward(which)
+        return out
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)
+
+
+# The library calls below have bias, residual and relu in them, for models whose norms are folded. They stay behind
+# torch.library: cuDNN's have no rule for the shapes of their outputs, so no compiler takes them, and Inductor takes
+# aten::_addmm_activation apart into a product and an activation. Modes that watch each operator, such as a FLOP
+# counter, do not know them: ask ``zoo.ops.common.watched`` first.
+
+
+def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
+    """Make a function the operator ``torch.ops.<namespace>.<its name>``, which has no gradient.
+
+    ``shapes`` takes the same arguments, and returns tensors like the outputs. ``torch.library.custom_op`` would do the
+    same, and import Dynamo at the first eager call.
+    """
+
+    def define(function: Function) -> Any:
+        @functools.wraps(shapes)
+        def traced(*arguments: Any) -> Any:
+            # Whoever asks is about to compile a graph with the operator in it.
+            name_fallbacks_alone()
+            return shapes(*arguments)
+
+        name = f"{namespace}::{function.__name__}"
+        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(name, "default", function)
+        torch.library.register_fake(name, traced)
+        return getattr(getattr(torch.ops, namespace), function.__name__).default
+
+    return define
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@operator(
+    "zoo_resnet",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups)"
+    " -> Tensor",
+    _shape,
+)
+def conv_act(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """Relu of a convolution with its bias, plus residual [N, C_out, H', W'] if any. Without gradients.
+
+    X [N, C_in, H, W] and weight [C_out, C_in / groups, K, K] are in channels_last, and so is the result.
+    """
+    cudnn = x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
+    if not cudnn:
+        out = F.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
+        out = (out if residual is None else out + residual).relu_()
+    elif residual is None:
+        out = torch.ops.aten.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
+    else:
+        out = torch.ops.aten.cudnn_convolution_add_relu(x, weight, residual, 1, bias, stride, padding, dilation, groups)
+    return out.contiguous(memory_format=torch.channels_last)
+
+
+@operator(
+    "zoo_resnet",
+    "(Tensor x, Tensor weight, Tensor bias) -> Tensor",
+    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
+)
+def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
+    return torch.ops.aten._addmm_activation(bias, x, weight.t())

@@ -1,0 +1,405 @@
+"""What the blocks of transformers are made of: norms of rows, products, gates, and attention to few keys.
+
+Norms stand alone or have the residual add before them. RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros
+and Hinton, 2016.
+
+Products may have a lower precision than their float32 weight. Autocast converts the weight, and autograd what comes
+back: the gradient of the weight is written in the low dtype, and then in float32. Here the product that makes it writes
+float32, and the bias' is one pass over the rows.
+
+Shape legend: R rows, C columns, N rows of a weight, I width inside the MLP; of attention B images, T queries and L keys
+of each, N heads, D width of a head. "Low" is what has the dtype of products.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.engine.autograd import differentiable_once
+from zoo.ops import triton as kernels
+from zoo.ops.common import (
+    ENABLED,
+    accumulation_dtype,
+    compute_dtype,
+    differentiated,
+    is_plain_tensor,
+    kernels_run,
+    transformed,
+)
+
+# The widest rows that a program of each kernel holds.
+WIDEST_RMS_NORM, WIDEST_NORM, WIDEST_ROW = 16384, 8192, 2048
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X [..., C], weight [C] -> [..., C]: normed in at least float32, rounded to the dtype of x, then weighted."""
+    if not _rms_norm_fits(x, weight):
+        return reference_rms_norm(x, weight, eps)
+    if differentiated(x, weight):
+        return _Norm.apply(x, None, None, weight, None, eps, None, False)
+    return kernels.norms.norm(x, None, None, weight, None, eps, keep=False)[0]
+
+
+def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x [..., C] plus what is added [..., C] or None, and the RMS norm of that.
+
+    Go on with the sum that is returned, also where nothing is added: its gradient is added in the norm's backward.
+    """
+    if not _rms_norm_fits(x, weight, added):
+        total = x if added is None else x + added
+        return total, reference_rms_norm(total, weight, eps)
+    if differentiated(x, weight, added):
+        normed, total = _Norm.apply(x, added, None, weight, None, eps, None, True)
+    else:
+        normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
+    return total, normed
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` by torch's operators, for the compiler to fuse with what stands around it."""
+    normed = x.to(accumulation_dtype(x.dtype))
+    return weight * (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _rms_norm_fits(x: Tensor, weight: Tensor, added: Tensor | None = None) -> bool:
+    if added is not None and (added.shape != x.shape or added.dtype != x.dtype):
+        return False
+    alike = weight.shape == x.shape[-1:] and weight.dtype == x.dtype
+    return alike and x.shape[-1] <= WIDEST_RMS_NORM and kernels_run(x, weight, added)
+
+
+class _Norm(torch.autograd.Function):
+    """The layer norm of a sum, or without a bias its RMS norm; then its copy in ``low_dtype``, or the sum if kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None,
+        eps: float, low_dtype: torch.dtype | None, keep_sum: bool,
+    ) -> Any:  # fmt: skip
+        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype)
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.adds, ctx.keep_sum = added is not None, keep_sum
+        ctx.added_dtype = None if added is None or added.dtype == x.dtype else added.dtype
+        ctx.sums = 1 + (bias is not None) + (shift is not None)
+        if keep_sum:
+            return out, total if ctx.adds else x.view_as(x)
+        return out if low is None else (out, low)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        low_grad, sum_grad = (None, other) if ctx.keep_sum else (other, None)
+        given = *ctx.saved_tensors, grad, low_grad, sum_grad, ctx.added_dtype
+        out, low, sums = kernels.norms.norm_backward(*given, ctx.sums)
+        weight, bias, shift = (*sums, None, None)[:3]
+        return out, (out if low is None else low) if ctx.adds else None, shift, weight, bias, None, None, None
+
+
+def add_layer_norm(
+    x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
+    low_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Layer norm of x [..., C] + added [..., C] + shift [C], and the same in ``low_dtype`` for products that follow.
+
+    The shift, or None, is the bias that the product before lacks: its gradient is one more sum of the same pass.
+    """
+    if _add_layer_norm_fits(x, added, shift, weight, bias):
+        low_dtype = None if low_dtype == x.dtype else low_dtype
+        if not differentiated(x, added, shift, weight, bias):
+            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, keep=False)
+            return out, out if low is None else low
+        out = _Norm.apply(x, added, shift, weight, bias, eps, low_dtype, False)
+        return (out, out) if low_dtype is None else out
+    out = F.layer_norm(x + (added if shift is None else added + shift), weight.shape, weight, bias, eps)
+    return out, out if low_dtype is None else out.to(low_dtype)
+
+
+def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
+    vectors = weight, bias, shift
+    if not kernels_run(x, added, *vectors):
+        return False
+    # Autocast normalises in float32, whatever it is given.
+    if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return False
+    fit = all(each is None or (each.shape == x.shape[-1:] and each.dtype == x.dtype) for each in vectors)
+    return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
+    if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
+        return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
+    if differentiated(x, weight, bias):
+        return _LayerNorm.apply(x, None, weight, bias, None, eps)
+    return kernels.norms.layer_norm(x, None, weight, bias, None, eps, keep=False)[0]
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of x [R, C] and residual [R, C], and its layer norm: [R, C] each, in the wider dtype of the two.
+
+    Computed in float32; the sum is rounded before it is normed. A shift [C] is added to the sum that is returned, and
+    not to the one that is normed. Other shapes are a ValueError.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
+    if shift is not None and shift.shape != x.shape[-1:]:
+        raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
+    given = x, residual, weight, bias, shift
+    if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
+        total = residual + x
+        normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
+        return total if shift is None else total + shift.to(total.dtype), normed
+    if differentiated(*given):
+        return _LayerNorm.apply(x, residual, weight, bias, shift, eps)
+    normed, total, *_ = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=False)
+    return total, normed
+
+
+class _LayerNorm(torch.autograd.Function):
+    """The norm of x, or with a residual their sum and its norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
+    ) -> Any:
+        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
+        out, total, summed, mean, rstd = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=True)
+        ctx.save_for_backward(summed, mean, rstd, weight, bias)
+        return out if residual is None else (total, out)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, residual, shift = ctx.dtypes
+        sum_grad = grads[0] if len(grads) == 2 else None
+        out, *sums = kernels.norms.layer_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors, shift)
+        return out.to(x), None if residual is None else out.to(residual), *sums, None
+
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether autocast would convert weight and bias for x, and ``low_linear`` is for them."""
+    if not ENABLED or x.dtype not in _LOW or transformed():
+        return False
+    for each in (weight, bias):
+        if each is not None and not (is_plain_tensor(each) and each.dtype == torch.float32):
+            return False
+    return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
+
+
+def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    """X, and x in the dtype that products have under autocast. Go on with the x that is returned."""
+    low = compute_dtype(x)
+    if low == x.dtype:
+        return x, x
+    if kernels_run(x) and differentiated(x):
+        return _WithLowCopy.apply(x, low)
+    return x, x.to(low)
+
+
+def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient."""
+    return _Linear.apply(x, weight, bias, None)
+
+
+def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The same of x [R, C] without a bias, in one product with what it is added to [R, N], low as well."""
+    return _Linear.apply(x, weight, None, added)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of a float32 weight [N, C] from those of its product [R, N] and its input [R, C], both low.
+
+    On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
+    """
+    if x.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):
+            return grad.float().t() @ x.float()
+    if x.shape[0] and kernels_run(x) and torch.version.hip is None:
+        return torch.mm(grad.t(), x, out_dtype=torch.float32)
+    return (grad.t() @ x).float()
+
+
+def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
+    if kernels_run(x):
+        return kernels.tiles.column_sums(x, dtype)
+    return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
+
+
+class _WithLowCopy(torch.autograd.Function):
+    """One node with both outputs, so that one pass adds both gradients of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: torch.dtype) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), x.to(low)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, low_grad: Tensor) -> tuple[Tensor, None]:
+        return (grad + low_grad).to(grad.dtype), None
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients of weight and bias are summed and kept in float32; what is added has the gradient of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
+        low = weight.to(x.dtype)
+        x_learns, weight_learns = ctx.needs_input_grad[:2]
+        # Each factor is for the gradient of the other: before a frozen weight no activation is held.
+        ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
+        ctx.biased, ctx.adds = bias is not None, added is not None
+        if added is not None:
+            return torch.addmm(added, x, low.t())
+        return F.linear(x, low, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, low = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        wanted = ctx.needs_input_grad
+        return (
+            grad @ low if wanted[0] else None,
+            weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None,
+            column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
+            grad if ctx.adds else None,
+        )
+
+
+# Of fewer rows the library's product and a gate are faster, measured on an H200.
+LEAST_ROWS = 2048
+
+
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x."""
+    if kernels_run(x, bias):
+        return _BiasGelu.apply(x, bias, tanh) if differentiated(x, bias) else kernels.glu.bias_gelu(x, bias, tanh)
+    return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.tanh = tanh
+        return kernels.glu.bias_gelu(x, bias, tanh)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *kernels.glu.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
+
+
+def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """X [..., 2 I] plus bias [2 I]; GELU of the second half, in its erf form, times the first: [..., I].
+
+    Rounded once. Other shapes are a ValueError, here and in ``gated_gelu_product``.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x has {x.shape[-1]} columns, expected an even number: two halves")
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
+    if kernels_run(x, bias):
+        return _GatedGelu.apply(x, bias) if differentiated(x, bias) else kernels.glu.gated_gelu(x, bias)
+    # Under autocast parameters stay in float32, and would make activations float32 as well.
+    value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
+    return value * F.gelu(gate)
+
+
+class _GatedGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        return kernels.glu.gated_gelu(x, bias)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return kernels.glu.gated_gelu_backward(grad, *ctx.saved_tensors)
+
+
+def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether ``gated_gelu_product`` of these is one kernel: on Hopper, of enough rows, without gradients and casts."""
+    if x.dtype not in _LOW or x.dtype != weight.dtype or x.shape[0] < LEAST_ROWS:
+        return False
+    # What the copy engine takes: rows that begin on 16 bytes. Inside a region nobody can ask where a tensor begins.
+    if x.shape[1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
+        return False
+    if not torch.compiler.is_compiling() and any(each.storage_offset() % 8 for each in (x, weight)):
+        return False
+    if differentiated(x, weight, bias) or not kernels_run(x, weight, bias) or not _is_hopper(x.device):
+        return False
+    return not torch.is_autocast_enabled(x.device.type)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_properties(device).major == 9
+
+
+def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``gated_gelu`` of x [R, C] by weight [2 I, C], with bias [2 I]: [R, I], one kernel if ``gated_product_runs``."""
+    if weight.shape[0] % 2 or x.shape[1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
+        raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
+    if gated_product_runs(x, weight, bias):
+        return kernels.glu.gated_gelu_product(x, weight, bias)
+    # The gate adds the bias: with it the library takes a kernel that clears a buffer first.
+    return gated_gelu(F.linear(x, weight), bias)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
+    if kernels_run(x):
+        return _SwiGLU.apply(x) if differentiated(x) else kernels.glu.swiglu(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return kernels.glu.swiglu(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return kernels.glu.swiglu_backward(grad, *ctx.saved_tensors)
+
+
+# Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
+MOST_KEYS = 128
+WIDEST_HEAD = 256
+
+
+def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
+
+    Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
+    made for long rows of keys. Other shapes are a ValueError.
+    """
+    expected = (query.shape[0], key.shape[1], *query.shape[2:])
+    if key.shape != value.shape or tuple(key.shape) != expected:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+        raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
+    if bias is None and _short_fits(query, key, value):
+        return kernels.attention.short_attention(query, key, value)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
+
+
+def _short_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if query.dtype not in (torch.bfloat16, torch.float16) or not query.dtype == key.dtype == value.dtype:
+        return False
+    width, keys = key.shape[3], key.shape[1]
+    fits = 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
+    return fits and not differentiated(query, key, value) and kernels_run(query, key, value)
