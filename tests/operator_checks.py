@@ -24,7 +24,7 @@ from zoo.ops.transformer import (
     swiglu,
     weight_gradient,
 )
-from zoo.ops.triton import glu, norms, tiles
+from zoo.ops.triton import norms, tiles
 
 pytestmark = MARKS
 Call = tuple[Callable[..., Any], list[Tensor]]
@@ -39,10 +39,12 @@ CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in 
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes take what many rows and many columns do."""
     small = {
-        glu: {"GATE_ROWS": 2, "GATE_COLUMNS": 16, "PROGRAMS": 8, "ROWS": 2, "COLUMNS": 32},
         norms: {"ROW_PROGRAMS": 2, "PROGRAMS": 4},
-        tiles: {"PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32},
-    }
+        tiles: {
+            "PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32, "GATE_ROWS": 2,
+            "GATE_COLUMNS": 16, "PROGRAMS": 8,
+        },
+    }  # fmt: skip
     for module, sizes in small.items():
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)

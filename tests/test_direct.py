@@ -220,7 +220,7 @@ def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
 
 
 def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.ops.triton.glu import gated_gelu_product
+    from zoo.ops.triton.tiles import gated_gelu_product
 
     compiled_before: list[list[str]] = []
 

@@ -15,9 +15,9 @@ from zoo.ops import common, transformer
 from zoo.ops.images import upsample, windows
 from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
 from zoo.ops.triton import attention as attention_kernels
-from zoo.ops.triton import glu as kernels
 from zoo.ops.triton import group_norm
 from zoo.ops.triton import norms as norm_kernels
+from zoo.ops.triton import tiles as kernels
 
 pytestmark = MARKS
 close = functools.partial(kernel_checks.close, layout=torch.contiguous_format)

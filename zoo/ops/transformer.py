@@ -281,7 +281,7 @@ LEAST_ROWS = 2048
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x."""
     if kernels_run(x, bias):
-        return _BiasGelu.apply(x, bias, tanh) if differentiated(x, bias) else kernels.glu.bias_gelu(x, bias, tanh)
+        return _BiasGelu.apply(x, bias, tanh) if differentiated(x, bias) else kernels.tiles.bias_gelu(x, bias, tanh)
     return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
 
 
@@ -290,12 +290,12 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
         ctx.save_for_backward(x, bias)
         ctx.tanh = tanh
-        return kernels.glu.bias_gelu(x, bias, tanh)
+        return kernels.tiles.bias_gelu(x, bias, tanh)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.glu.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
+        return *kernels.tiles.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
     if kernels_run(x, bias):
-        return _GatedGelu.apply(x, bias) if differentiated(x, bias) else kernels.glu.gated_gelu(x, bias)
+        return _GatedGelu.apply(x, bias) if differentiated(x, bias) else kernels.tiles.gated_gelu(x, bias)
     # Under autocast parameters stay in float32, and would make activations float32 as well.
     value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
     return value * F.gelu(gate)
@@ -318,12 +318,12 @@ class _GatedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x, bias)
-        return kernels.glu.gated_gelu(x, bias)
+        return kernels.tiles.gated_gelu(x, bias)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return kernels.glu.gated_gelu_backward(grad, *ctx.saved_tensors)
+        return kernels.tiles.gated_gelu_backward(grad, *ctx.saved_tensors)
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -350,7 +350,7 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
         raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
     if gated_product_runs(x, weight, bias):
-        return kernels.glu.gated_gelu_product(x, weight, bias)
+        return kernels.tiles.gated_gelu_product(x, weight, bias)
     # The gate adds the bias: with it the library takes a kernel that clears a buffer first.
     return gated_gelu(F.linear(x, weight), bias)
 
@@ -358,7 +358,7 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
     if kernels_run(x):
-        return _SwiGLU.apply(x) if differentiated(x) else kernels.glu.swiglu(x)
+        return _SwiGLU.apply(x) if differentiated(x) else kernels.tiles.swiglu(x)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -367,12 +367,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return kernels.glu.swiglu(x)
+        return kernels.tiles.swiglu(x)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return kernels.glu.swiglu_backward(grad, *ctx.saved_tensors)
+        return kernels.tiles.swiglu_backward(grad, *ctx.saved_tensors)
 
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
