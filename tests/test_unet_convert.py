@@ -123,7 +123,7 @@ def test_presets_are_the_published_models(name: str) -> None:
     ("change", "words"),
     [
         (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
-        (lambda module: module.mid_block.register_forward_hook(print), "mid_block='a module with a hook'"),
+        (lambda module: module.mid_block.register_forward_hook(print), "mid_block=a module with a hook"),
         (lambda module: setattr(module, "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
         (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
         (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,6 @@ class WeightMap(Generic[Model]):
     tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
     # (tensors, config, source) to the tensors by the table's names and no others, for files of older releases.
     adapt: Callable[[Mapping[str, Tensor], Any, str], Mapping[str, Tensor]] | None = None
-    refuse: Callable[[Model], None] | None = None  # raises if a model cannot be converted or saved
     read_config: Callable[..., Any] | None = None  # (folder, **overrides) to our config of their folder
     write_config: Callable[[Any, torch.dtype, Path], None] | None = None  # writes their config.json into a folder
     stem: str = "model"  # of the files with weights
@@ -239,8 +238,6 @@ class WeightMap(Generic[Model]):
     def _checked(self, model: Any) -> Any:
         if not isinstance(model, self.classes):
             raise TypeError(f"{type(model).__name__} is not {self.noun} of the zoo")
-        if self.refuse is not None:
-            self.refuse(model)
         return model
 
 
@@ -330,19 +327,26 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, refuse: Callable[[str, Any, str], None]) -> None:
-    """Call ``refuse(name, found, why)``, which raises, where an upstream model differs from its config's skeleton."""
+def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:
+    """Refuse an option of an upstream model, such as ``"torchvision's ResNet"``, by a ValueError."""
+    raise ValueError(f"{whose} with {option}={value!r} is not supported: {why}")
+
+
+def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, whose: str) -> None:
+    """Refuse an upstream model, which errors call ``whose``, where it differs from its config's skeleton."""
     expected = dict(made.named_modules())
     for name in {**expected, **theirs}:
         if name not in theirs or name not in expected:
-            refuse(name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")
+            unsupported(whose, name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")
         found, wanted = theirs[name], expected[name]
         # A module without children is defined by its class and options, which its text shows.
         leaf = not list(wanted.children())
         if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
-            refuse(name, found, f"expected {wanted if leaf else type(wanted).__name__}; convert an unchanged model")
+            expects = wanted if leaf else type(wanted).__name__
+            unsupported(whose, name, found, f"expected {expects}; convert an unchanged model")
         if found._forward_hooks or found._forward_pre_hooks:
-            refuse(name, "a module with a hook", "the hook, as offloading sets one, would be lost; remove it first")
+            why = "the hook, as offloading sets one, would be lost; remove it first"
+            raise ValueError(f"{whose} with {name}=a module with a hook is not supported: {why}")
 
 
 def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:

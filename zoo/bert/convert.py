@@ -16,7 +16,7 @@ from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
 from zoo.files import read_tensors, upstream
 from zoo.validate import warn
-from zoo.weights import Placement, Table, WeightMap, WeightsWarning, initialise
+from zoo.weights import Placement, Table, WeightMap, WeightsWarning, initialise, unsupported
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {
@@ -156,9 +156,8 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
         ("quantization_config", (None,), "load the weights that were quantised instead"),
         ("hidden_act", tuple(ACTIVATIONS), f"there are {', '.join(ACTIVATIONS)}"),
     ):
-        value = getattr(theirs, option, supported[0])
-        if value not in supported:
-            raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
+        if (value := getattr(theirs, option, supported[0])) not in supported:
+            unsupported(f"transformers' {kind}", option, value, why)
     shared: dict[str, Any] = {name: getattr(theirs, name, None) for name in _SHARED}
     if head in ("none", "pooled", "masked-lm"):
         # These heads do not use them; a classifier's values would make configs of equal models differ.

@@ -4,7 +4,7 @@ Shape legend: N nodes, C channels.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ class GNNConfig:
         if self.ends_in_conv:
             outputs[-1] = self.output_width
         return list(zip([self.in_channels, *outputs[:-1]], outputs, strict=True))
+
+    @classmethod
+    def conv_fields(cls) -> list[str]:
+        """The names of a model's own fields, which its convolutions take as arguments of the same names."""
+        return [each.name for each in fields(cls)[len(fields(GNNConfig)) :]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +156,8 @@ class GraphBatchNorm(nn.BatchNorm1d):
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
-        return self._over_first(x, rows) if rows is not None and self.over_nodes else super().forward(x)
-
-    def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
+        if rows is None or not self.over_nodes:
+            return super().forward(x)
         values, rows = x.to(accumulation_dtype(x.dtype)), rows.to(accumulation_dtype(x.dtype))
         mean, variance = _moments(values, rows, (0,))
         if self.training and self.running_mean is not None:
@@ -193,14 +197,11 @@ class GraphLayerNorm(nn.Module):
             x = x - x.mean()
             x = x / (x.std(unbiased=False) + self.eps)
         else:
-            x = self._over_first(x, rows)
+            values = x.to(accumulation_dtype(x.dtype))
+            mean, variance = _moments(values, rows, (0, 1))
+            deviation = variance.clamp(min=torch.finfo(values.dtype).tiny).sqrt()  # the root of zero has no derivative
+            x = ((values - mean) / (deviation + self.eps)).to(x.dtype)
         return x if self.weight is None else x * self.weight + self.bias
-
-    def _over_first(self, x: Tensor, rows: Tensor) -> Tensor:
-        values = x.to(accumulation_dtype(x.dtype))
-        mean, variance = _moments(values, rows, (0, 1))
-        deviation = variance.clamp(min=torch.finfo(values.dtype).tiny).sqrt()  # the root of zero has no derivative
-        return ((values - mean) / (deviation + self.eps)).to(x.dtype)
 
 
 def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,12 @@ from torch import nn
 from zoo.files import upstream
 from zoo.gnn.config import ACTIVATIONS, GATConfig, GCNConfig, GNNConfig, SAGEConfig
 from zoo.gnn.model import GAT, GCN, GraphSAGE, build
-from zoo.weights import Table, WeightMap
+from zoo.weights import Table, WeightMap, unsupported
 
-# By the name of the model in both libraries: our config, their convolution, and its attributes that are fields of ours.
-_MODELS: dict[str, tuple[type[GNNConfig], str, tuple[str, ...]]] = {
-    "GCN": (GCNConfig, "GCNConv", ("improved", "add_self_loops", "normalize")),
-    "GAT": (GATConfig, "GATConv", ("heads", "concat", "negative_slope", "add_self_loops", "residual")),
-    "GraphSAGE": (SAGEConfig, "SAGEConv", ("normalize", "root_weight", "project")),
-}
+# By the name of the model in both libraries: our config, and their convolution, whose attributes are fields of ours.
+_MODELS: dict[str, tuple[type[GNNConfig], str]] = {
+    "GCN": (GCNConfig, "GCNConv"), "GAT": (GATConfig, "GATConv"), "GraphSAGE": (SAGEConfig, "SAGEConv"),
+}  # fmt: skip
 # Our norm of each of theirs, and its options.
 _NORMS = {
     "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
@@ -37,7 +35,7 @@ def table(config: GNNConfig) -> Table:
 
 def skeleton(config: GNNConfig) -> nn.Module:
     """torch-geometric's model on the meta device."""
-    (name,) = (name for name, (cls, *_) in _MODELS.items() if cls is type(config))
+    (name,) = (name for name, (cls, _) in _MODELS.items() if cls is type(config))
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     act_kwargs = options.pop("act_kwargs")
     options["act"] = None if config.act is None else ACTIVATIONS[config.act](**act_kwargs)
@@ -51,7 +49,7 @@ def config_of(module: Any) -> GNNConfig:
     pyg, name = upstream("torch_geometric.nn"), type(module).__name__
     if name not in _MODELS or type(module) is not getattr(pyg, name):
         raise NotImplementedError(f"{name} is not torch-geometric's GCN, GAT or GraphSAGE, exactly")
-    (cls, conv_name, fields), conv = _MODELS[name], module.convs[0]
+    (cls, conv_name), conv = _MODELS[name], module.convs[0]
     if type(conv) is not getattr(pyg, conv_name):
         _refuse(module, "convs.0", type(conv).__name__, f"expected {conv_name}")
     if not isinstance(module.in_channels, int):
@@ -59,7 +57,7 @@ def config_of(module: Any) -> GNNConfig:
     linear = conv.lin_l if name == "GraphSAGE" else conv.lin
     if isinstance(linear.weight, nn.UninitializedParameter):
         _refuse(module, "in_channels", -1, "its weights do not exist yet; call the model once first")
-    own = {field: getattr(conv, field) for field in fields}
+    own = {field: getattr(conv, field) for field in cls.conv_fields() if field != "bias"}
     own["bias"] = (linear if name == "GraphSAGE" else conv).bias is not None
     if name == "GraphSAGE":
         own["aggr"] = "sum" if conv.aggr == "add" else conv.aggr
@@ -119,8 +117,7 @@ def _options(cls: type, holder: Any, names: Any) -> dict[str, Any]:
 
 
 def _refuse(module: nn.Module, option: str, value: Any, why: str) -> NoReturn:
-    name = type(module).__name__
-    raise ValueError(f"torch-geometric's {name} with {option}={value!r} is not supported: {why}")
+    unsupported(f"torch-geometric's {type(module).__name__}", option, value, why)
 
 
 WEIGHTS: WeightMap[GCN | GAT | GraphSAGE] = WeightMap(

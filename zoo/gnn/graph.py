@@ -120,8 +120,8 @@ class CSRGraph:
     """
 
     def __init__(
-        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype,
-    ) -> None:  # fmt: skip
+        self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype
+    ) -> None:
         self._structure = structure
         self._edge_weight = edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad

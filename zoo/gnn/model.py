@@ -112,9 +112,7 @@ class GCNConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(
-        self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
 
         ``relu`` comes last; where no gradient is recorded, the kernel before it applies it.
@@ -159,9 +157,7 @@ class SAGEConv(_Conv):
             if linear is not None:
                 linear.reset_parameters()
 
-    def forward(
-        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]. ``relu`` as for ``GCNConv``."""
         graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
         sources, root = x if isinstance(x, tuple) else (x, x)
@@ -244,9 +240,7 @@ class GATConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(
-        self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...].
 
         ``relu`` comes last.
@@ -304,26 +298,23 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tenso
     return out.relu() if relu else out
 
 
-# The convolution of a config, and the fields that it takes as arguments of the same names.
-_CONVS: dict[type[GNNConfig], tuple[type[GCNConv | GATConv | SAGEConv], tuple[str, ...]]] = {
-    GCNConfig: (GCNConv, ("improved", "add_self_loops", "normalize", "bias")),
-    GATConfig: (GATConv, ("heads", "negative_slope", "dropout", "add_self_loops", "bias", "residual")),
-    SAGEConfig: (SAGEConv, ("aggr", "normalize", "root_weight", "project", "bias")),
-}
+_CONVS: dict[type[GNNConfig], type[GCNConv | GATConv | SAGEConv]] = {
+    GCNConfig: GCNConv, GATConfig: GATConv, SAGEConfig: SAGEConv,
+}  # fmt: skip
 
 
 def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
     """The convolution of one layer."""
-    cls, names = _CONVS[type(config)]
     in_channels, out_channels = config.widths()[index]
-    options: dict[str, Any] = {name: getattr(config, name) for name in names}
+    options: dict[str, Any] = {name: getattr(config, name) for name in config.conv_fields()}
     if isinstance(config, GATConfig):
+        options["dropout"] = config.dropout
         options["concat"] = config.concat and not (config.ends_in_conv and index == config.num_layers - 1)
         if options["concat"]:
             out_channels //= config.heads
     else:
         options["input_layer"] = index == 0
-    return cls(in_channels, out_channels, **options)
+    return _CONVS[type(config)](in_channels, out_channels, **options)
 
 
 class GNNHead(nn.Module):
@@ -389,18 +380,13 @@ class GNNLayer(nn.Module):
             return False
         dropped = not after.dropout.training and is_unmodified(after.dropout, nn.Dropout)
         nothing_else = is_unmodified(after.norm, nn.Identity) and (dropped or is_unmodified(after.dropout, nn.Identity))
-        return nothing_else and any(is_unmodified(self.conv, cls) for cls, _ in _CONVS.values())
+        return nothing_else and any(is_unmodified(self.conv, cls) for cls in _CONVS.values())
 
 
 # A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.
 _PASSES = {"compile_threads": 1, "triton.autotune_pointwise": False}
 REGIONS = (
-    Region(
-        GNNLayer,
-        graphs=3,
-        why="product, sum over edges and epilogue: first, last and all other layers",
-        options=_PASSES,
-    ),
+    Region(GNNLayer, graphs=3, why="product, sum over edges, epilogue: first, last and other layers", options=_PASSES),
     Region(GNNHead, graphs=1, why="joins all layers' outputs without writing the join where it can", options=_PASSES),
 )
 

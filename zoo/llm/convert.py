@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.files import upstream
 from zoo.llm.model import LLM, LLMConfig, RopeScaling
-from zoo.weights import Placement, Table, WeightMap
+from zoo.weights import Placement, Table, WeightMap, unsupported
 
 _CLASSES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 # Fields of a rotary scaling, by its kind.
@@ -97,7 +97,7 @@ def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
 
     Stop tokens are the generation config's, as for ``generate`` of transformers, or the config's where it has none.
     """
-    kind = theirs.model_type
+    kind, whose = theirs.model_type, f"transformers' {theirs.model_type}"
     if kind not in _CLASSES:
         raise ValueError(f"model_type={kind!r} is not supported; the zoo has {', '.join(_CLASSES)}")
     for option, supported, why in (
@@ -106,18 +106,18 @@ def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
         ("quantization_config", (None,), "load the weights that were quantised instead"),
     ):
         if (value := getattr(theirs, option, None)) not in supported:
-            _refuse(kind, option, value, why)
+            unsupported(whose, option, value, why)
     # Their other classes do not read these two.
     for option in {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ()):
         if getattr(theirs, option, False):
-            _refuse(kind, option, True, "only queries, keys and values may have a bias, as in qwen2")
+            unsupported(whose, option, True, "only queries, keys and values may have a bias, as in qwen2")
     eos, window = getattr(generation, "eos_token_id", None), _window(kind, theirs)
     eos = theirs.eos_token_id if eos is None else eos
     shared = {name: getattr(theirs, name) for name in _SHARED}
     if shared["pad_token_id"] not in range(theirs.vocab_size):
         shared["pad_token_id"] = None  # some checkpoints have -1
     return LLMConfig(
-        **shared, **_rope(kind, theirs.rope_parameters),
+        **shared, **_rope(whose, theirs.rope_parameters),
         head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", sliding_window=window,
         eos_token_id=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
@@ -149,16 +149,16 @@ def upstream_config(config: LLMConfig) -> Any:
     return getattr(upstream("transformers"), architecture).config_class(**options, architectures=[architecture])
 
 
-def _rope(kind: str, parameters: Any) -> dict[str, Any]:
+def _rope(whose: str, parameters: Any) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
-        _refuse(kind, "rope_parameters", parameters, "one setting for all layers is needed")
+        unsupported(whose, "rope_parameters", parameters, "one setting for all layers is needed")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-        _refuse(kind, "partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned")
+        unsupported(whose, "partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned")
     rope_type, scaling = parameters.get("rope_type", "default"), None
     if rope_type in _SCALINGS:
         scaling = RopeScaling(kind=rope_type, **{name: parameters[name] for name in _SCALINGS[rope_type]})
     elif rope_type != "default":
-        _refuse(kind, "rope_type", rope_type, "default, linear and llama3 are supported")
+        unsupported(whose, "rope_type", rope_type, "default, linear and llama3 are supported")
     return {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling}
 
 
@@ -167,12 +167,8 @@ def _window(kind: str, theirs: Any) -> int | None:
     window: int | None = getattr(theirs, "sliding_window", None) if kind != "llama" else None
     layers = set(getattr(theirs, "layer_types", None) or ()) if kind in ("qwen2", "qwen3") else set()
     if window is not None and len(layers) > 1:
-        _refuse(kind, "layer_types", theirs.layer_types, "all layers must have the same window")
+        unsupported(f"transformers' {kind}", "layer_types", theirs.layer_types, "all layers must have the same window")
     return None if "full_attention" in layers else window
-
-
-def _refuse(kind: str, option: str, value: Any, why: str) -> Any:
-    raise ValueError(f"transformers' {kind} with {option}={value!r} is not supported: {why}")
 
 
 def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict[str, Tensor]:

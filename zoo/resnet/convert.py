@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from zoo.files import upstream
 from zoo.resnet.model import STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
-from zoo.weights import Table, WeightMap, refuse_changed
+from zoo.weights import Table, WeightMap, refuse_changed, unsupported
 
+_WHOSE = "torchvision's ResNet"
 # A member of torchvision's weight enums, with or without the class.
 _NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 
@@ -60,10 +61,11 @@ def config_of(module: nn.Module) -> ResNetConfig:
         norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,
         norm_momentum=getattr(norm, "momentum", 0.1), track_running_stats=getattr(norm, "track_running_stats", True),
     )  # fmt: skip
-    refuse_changed(dict(module.named_modules()), skeleton(config), _refuse)
+    refuse_changed(dict(module.named_modules()), skeleton(config), _WHOSE)
     for name, child in module.named_modules():
         if isinstance(child, nn.BatchNorm2d) and child.training != module.training:
-            _refuse(f"{name}.training", child.training, "the model has another mode; put all of it in one first")
+            why = "the model has another mode; put all of it in one first"
+            unsupported(_WHOSE, f"{name}.training", child.training, why)
     return config
 
 
@@ -89,10 +91,6 @@ def skeleton(config: ResNetConfig) -> nn.Module:
 
 def _norms() -> dict[str, type[nn.Module]]:
     return {"batch": nn.BatchNorm2d, "frozen": upstream("torchvision.ops").FrozenBatchNorm2d}
-
-
-def _refuse(option: str, value: Any, why: str) -> None:
-    raise ValueError(f"torchvision's ResNet with {option}={value} is not supported: {why}")
 
 
 def find_weights(name: str, weights: Any) -> Path | None:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from zoo.files import locate, upstream
 from zoo.unet.blocks import SD, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, Table, WeightMap, refuse_changed
+from zoo.weights import Placement, Table, WeightMap, refuse_changed, unsupported
 
 CLASS = "UNet2DConditionModel"
+_WHOSE = f"diffusers' {CLASS}"
 # {theirs: ours} of modules that are the same in both.
 _ENDS = {
     "conv_in": "conv_in",
@@ -65,9 +66,9 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
     """Diffusers' configuration as the zoo's; ValueError if it has an option that the zoo does not support."""
     for name, value in theirs.items():
         if name in _FIXED and value not in _FIXED[name]:
-            _refuse(name, value, f"expected {' or '.join(map(repr, _FIXED[name]))}")
+            unsupported(_WHOSE, name, value, f"expected {' or '.join(map(repr, _FIXED[name]))}")
         if name not in {*_SAME, *_FIXED, *_IGNORED, "attention_head_dim"} and not name.startswith("_"):
-            _refuse(name, value, "the zoo does not know this option")
+            unsupported(_WHOSE, name, value, "the zoo does not know this option")
     given = {**_THEIR_DEFAULTS, **theirs}
     width = given["cross_attention_dim"]
     if isinstance(width, (list, tuple)) and len(set(width)) == 1:
@@ -139,10 +140,6 @@ def find_weights(preset: str, weights: Any) -> Path:
     return inner if inner.is_dir() else path
 
 
-def _refuse(option: str, value: Any, why: str) -> None:
-    raise ValueError(f"diffusers' {CLASS} with {option}={value!r} is not supported: {why}")
-
-
 def config_of(module: nn.Module) -> UNetConfig:
     """The configuration of a diffusers model; NotImplementedError if it is no UNet of theirs, ValueError if changed."""
     theirs = upstream("diffusers").UNet2DConditionModel
@@ -175,28 +172,19 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
                 "set_attn_processor(AttnProcessor2_0()) first"
             )
     theirs = {
-        name.replace(".base_layer", ""): child.get_base_layer() if _is_adapted(child) else child
+        name.replace(".base_layer", ""): child.get_base_layer() if hasattr(child, "get_base_layer") else child
         for name, child in module.named_modules()
-        if not _of_lora(name)
+        if ".lora_" not in name
     }
-    refuse_changed(theirs, expected, _refuse)
-
-
-def _of_lora(name: str) -> bool:
-    return ".lora_" in name
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    """Whether peft has put adapters on a layer."""
-    return hasattr(module, "get_base_layer")
+    refuse_changed(theirs, expected, _WHOSE)
 
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All tensors by the names that they have without adapters, with active adapters merged into them."""
-    own = ((name, tensor) for name, tensor in module.named_parameters() if not _of_lora(name))
+    own = ((name, tensor) for name, tensor in module.named_parameters() if ".lora_" not in name)
     tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): tensor for name, tensor in own}
     for name, child in module.named_modules():
-        if _is_adapted(child):
+        if hasattr(child, "get_base_layer"):  # peft has put adapters on this layer
             # A merged layer uses what is merged alone, unless its adapters are off.
             layer: Any = copy.deepcopy(child)
             if layer.disable_adapters and layer.merged:

@@ -239,10 +239,7 @@ class UNet(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         config, weight = self.config, self.conv_in.weight
-        _refuse(
-            class_labels=class_labels,
-            down_intrablock_additional_residuals=down_intrablock_additional_residuals,
-        )  # fmt: skip
+        _refuse(class_labels=class_labels, down_intrablock_additional_residuals=down_intrablock_additional_residuals)
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
             raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
