@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -80,9 +79,13 @@ def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str
     torch.manual_seed(0)
     if importlib.util.find_spec("numpy"):
         importlib.import_module("numpy").random.seed(0)
-    made = functools.partial(_preset, name) if name in zoo.list_models() else _function(name)
+    function = None if name in zoo.list_models() else _function(name)
     try:
-        returned = made()
+        if function is None:
+            preset = zoo.create(name)
+            returned: Any = preset, zoo.example_inputs(preset)
+        else:
+            returned = function()
     except Exception as error:
         raise Refused(f"{name} failed: {_in_a_line(error)}") from error
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
@@ -102,13 +105,7 @@ def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str
     return model.to(device, number).eval(), named
 
 
-def _preset(name: str) -> tuple[nn.Module, Any]:
-    model = zoo.create(name)
-    return model, zoo.example_inputs(model)
-
-
 def _function(name: str) -> Callable[[], Any]:
-    """What ``module:function`` or ``file.py:function`` names."""
     where, _, function = name.rpartition(":")
     if not where or not function:
         known = did_you_mean(name, zoo.list_models())
@@ -131,7 +128,6 @@ def _function(name: str) -> Callable[[], Any]:
 
 
 def _named(name: str, model: nn.Module, inputs: Any) -> dict[str, Any]:
-    """The inputs by the names of forward's parameters."""
     if isinstance(inputs, Mapping):
         if wrong := [key for key in inputs if not isinstance(key, str)]:
             raise Refused(f"{name} returned an input called {wrong[0]!r}, expected names of forward's parameters")
@@ -253,7 +249,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _flat(output: Any) -> Tensor:
-    """All tensors of an output end to end, on the CPU."""
     return torch.cat([tensor.detach().cpu().reshape(-1) for tensor in _tensors(output)]).clone()
 
 
@@ -580,7 +575,6 @@ class Measurement:
         say(f"about {elapsed + left:.0f} s in all, {left:.0f} s of them left")
 
     def _rounds(self, turns: Sequence[Arm]) -> tuple[int, float]:
-        """How many rounds of these turns there are, and their seconds."""
         fewest, most, seconds = THOROUGH if self.thorough else QUICK
         one = sum(max(arm.ms, TURN_MS) for arm in turns) / 1e3
         rounds = min(most, max(fewest, int(seconds / one)))

@@ -180,12 +180,10 @@ def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:
 
 
 def _base(config: BertConfig) -> str:
-    """The prefix of the encoder's names in transformers."""
     return "" if config.head in ("none", "pooled") else config.kind + "."
 
 
 def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
-    """A new head's tensors by our names, on the CPU."""
     with torch.device("cpu"):
         head = make_head(config)
         assert head is not None

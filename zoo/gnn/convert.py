@@ -73,7 +73,6 @@ def config_of(module: Any) -> GNNConfig:
 
 
 def _check_unchanged(module: Any, made: Any) -> None:
-    """Refuse convolutions and norms that differ from those of their config."""
     for part in ("convs", "norms"):
         theirs, expected = (dict(getattr(each, part).named_modules(prefix=part)) for each in (module, made))
         for name in {**expected, **theirs}:

@@ -332,7 +332,6 @@ class GraphMemory:
         return prepared
 
     def _remembered(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> CSRGraph:
-        """The graph of raw edges, without weights."""
         key, entries, seen = id(edge_index), self._entries, (_version_of(edge_index), num_nodes)
         entry = entries.pop(key, None)
         if entry is None or entry.edges() is not edge_index or entry[1:3] != seen or seen[0] is None:

@@ -449,7 +449,6 @@ class GNN(nn.Module):
         return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
 
     def _graphs(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None) -> Graphs:
-        """The graph of each layer."""
         validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
         if isinstance(edge_index, tuple):
             if edge_weight is not None or not isinstance(self._first_conv, SAGEConv):

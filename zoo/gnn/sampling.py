@@ -46,10 +46,8 @@ class Bucket(NamedTuple):
 
     def holds(self, other: Bucket) -> bool:
         """True if a batch of the other's sizes fits."""
-        pairs = [(other.nodes, self.nodes)]
-        for theirs, ours in zip(other.layers, self.layers, strict=True):
-            pairs += zip(theirs, ours, strict=True)
-        return all(size <= room for size, room in pairs)
+        sizes, room = ([each.nodes, *itertools.chain(*each.layers)] for each in (other, self))
+        return all(size <= most for size, most in zip(sizes, room, strict=True))
 
 
 class SampledBatch(NamedTuple):

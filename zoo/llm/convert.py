@@ -163,7 +163,6 @@ def _rope(whose: str, parameters: Any) -> dict[str, Any]:
 
 
 def _window(kind: str, theirs: Any) -> int | None:
-    """The window that all layers share."""
     window: int | None = getattr(theirs, "sliding_window", None) if kind != "llama" else None
     layers = set(getattr(theirs, "layer_types", None) or ()) if kind in ("qwen2", "qwen3") else set()
     if window is not None and len(layers) > 1:

@@ -311,7 +311,6 @@ def _edge_attention(
     table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float,
     average: bool,
 ) -> Tensor:  # fmt: skip
-    """``attention`` by torch's operators, over tensors of E rows."""
     width = table.shape[1] - heads * (2 if a_destination is None else 1)
     x, scores = table[:, :width].unflatten(1, (heads, -1)), table[:, width:]
     own = scores[:, heads:] if a_destination is None else a_destination

@@ -276,7 +276,6 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
 
 
 def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
-    """Whether there is a row, and all have dtypes that kernels take them in."""
     alike = x.numel() > 0 and (residual is None or residual.dtype == x.dtype)
     return alike and kernels_run(x, residual, *vectors)
 

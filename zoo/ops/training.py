@@ -63,7 +63,6 @@ def adamw(
 def _launches(
     group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None
 ) -> list[list[int]]:
-    """Which parameters of a group the kernel takes, those of a launch together."""
     if group["amsgrad"] or any(isinstance(beta, Tensor) for beta in group["betas"]):
         return []
     rate = None if _is_on_host(group["lr"]) else group["lr"]
@@ -110,7 +109,6 @@ def _are_of_one_dtype(param: Tensor, grad: Tensor, average: Tensor, square: Tens
 
 
 def _are_numbers_on(device: torch.device, *values: Tensor | float | None) -> bool:
-    """Whether those of these that are tensors hold one number each, on this device."""
     return all(not isinstance(each, Tensor) or (each.device == device and each.numel() == 1) for each in values)
 
 

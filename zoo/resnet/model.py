@@ -367,7 +367,6 @@ class ResNet(nn.Module):
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
-    """Refuse images that do not fit. Reads no value."""
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
         # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)

@@ -386,7 +386,6 @@ class TransformerBlock(nn.Module):
         return x if ends is None else leave(x, image, ends)
 
     def _gated(self, normed: Tensor) -> Tensor:
-        """The MLP's first product and its gate: [R, C] -> [R, 4 C]."""
         layer = self.mlp_in
         if not is_unmodified(layer):
             up, gate = layer(normed).chunk(2, dim=-1)

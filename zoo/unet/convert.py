@@ -160,7 +160,6 @@ def skeleton(config: UNetConfig) -> Any:
 
 
 def _check_unchanged(module: Any, expected: nn.Module) -> None:
-    """Refuse a model that was changed after it was built, adapters of LoRA apart."""
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
     if any(getattr(block, name, None) for block in module.up_blocks for name in ("s1", "s2", "b1", "b2")):

@@ -385,7 +385,6 @@ def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
 def _check_conditions(
     timesteps: Tensor, added: Mapping[str, Tensor], cond: Tensor | None, config: UNetConfig, device: torch.device
 ) -> None:
-    """Refuse timesteps that do not fit, and conditions that the model does not take or lacks."""
     validate.tensor("timesteps", timesteps, "B | steps 1", like=device, hint=" for a whole run")
     rows = timesteps.shape[0] if timesteps.dim() == 1 and timesteps.shape[0] > 1 else "B"
     if cond is not None:
@@ -409,7 +408,6 @@ def _check_conditions(
 
 
 def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
-    """Refuse shifts, keys and values that another model made, or of other rows than the sample's."""
     batch = sample.shape[0]
     of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
     channels = sum(model.time_projections.channels)
@@ -442,7 +440,6 @@ def _check_masks(
 def _check_residuals(
     residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
 ) -> None:
-    """Refuse what is not a ControlNet's: a tensor for each skip connection, and one for the middle."""
     (batch, _, height, width), skips = sample.shape, config.skips()
     given: list[tuple[str, Tensor, tuple[int, int]]] = []
     if residuals is not None:

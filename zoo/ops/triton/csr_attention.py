@@ -58,7 +58,6 @@ def _gather(
 
 @triton.jit
 def _store(out, place, lane, result, mask, bias, RELU: tl.constexpr):
-    """Add the bias [lanes], if there is one, and write."""
     if bias is not None:
         result += tl.load(bias + lane, mask=mask, other=0.0).to(tl.float32)
     if RELU:

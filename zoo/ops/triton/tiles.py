@@ -59,28 +59,22 @@ def _column_sums(x, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 @triton.jit
-def total_of(part, parts, columns, column, live, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Parts [P, C], added up in their order, of columns [COLUMNS] where they are ``live``."""
+def total_of(part, parts, stride, column, live, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Parts [P, ...], so many numbers apart, added up in their order, of columns [COLUMNS] where they are ``live``."""
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for start in range(0, parts, PARTS):
         index = start + tl.arange(0, PARTS)
         seen = (index < parts)[:, None] & live[None, :]
-        total += tl.load(part + index[:, None] * columns + column[None, :], mask=seen, other=0.0)
+        total += tl.load(part + index[:, None] * stride + column[None, :], mask=seen, other=0.0)
     return tl.sum(total, 0)
 
 
 @kernel(do_not_specialize=["parts"])
 def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    which = tl.program_id(1)
-    total = tl.zeros([PARTS, COLUMNS], tl.float32)
-    for start in range(0, parts, PARTS):
-        row = start + tl.arange(0, PARTS)
-        seen = (row < parts)[:, None] & (column < columns)[None, :]
-        place = (row * tl.num_programs(1) + which)[:, None] * columns + column[None, :]
-        total += tl.load(part + place, mask=seen, other=0.0)
-    value = tl.sum(total, 0)
     live = column < columns
+    which = tl.program_id(1)
+    value = total_of(part + which * columns, parts, tl.num_programs(1) * columns, column, live, PARTS, COLUMNS)
     tl.store(first + column, value.to(first.dtype.element_ty), mask=live & (which == 0))
     if second is not None:
         tl.store(second + column, value.to(second.dtype.element_ty), mask=live & (which == 1))
@@ -121,7 +115,6 @@ IMAGE_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 
 
 def _launch(kernel: Any, rows: int, columns: int, *given: Any) -> None:
-    """One program a tile of an image, if there is any."""
     if rows and columns:
         tiles = ceil_div(rows, IMAGE_TILE["ROWS"]) * ceil_div(columns, IMAGE_TILE["COLUMNS"])
         kernel[(tiles,)](*given, **IMAGE_TILE)

@@ -143,7 +143,6 @@ def _online_softmax(most, total, x):
 
 @triton.jit
 def _gradient(x, column, hit, norm, factor):
-    """The gradient of logits, in their dtype."""
     return ((tl.exp(x.to(tl.float32) - norm) - tl.where(column == hit, 1.0, 0.0)) * factor).to(x.dtype)
 
 
