@@ -1,4 +1,4 @@
-"""Kernels over tiles of rows and columns: sums over rows, what stands around products, and what makes images larger.
+"""Kernels over tiles of rows and columns: sums over rows, what stands around products, images doubled or in windows.
 
 Sums take two steps: programs add up rows of their own, and a last kernel adds their parts in float32, in a fixed order.
 
