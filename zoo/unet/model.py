@@ -24,14 +24,7 @@ from zoo import validate
 from zoo.engine.captured import side_stream
 from zoo.engine.region import Region
 from zoo.ops.images import conv, group_norm
-from zoo.unet.blocks import (
-    Conditioning,
-    Level,
-    ResnetBlock,
-    TransformerBlock,
-    UNetConfig,
-    linear,
-)
+from zoo.unet.blocks import Conditioning, Level, ResnetBlock, TransformerBlock, UNetConfig, linear
 from zoo.weights import keep_channels_last
 
 
