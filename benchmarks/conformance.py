@@ -302,10 +302,10 @@ def counts(foreign: Foreign, arm: str) -> dict[str, str]:
 
 def row(name: str, arms: Iterable[str] = ARMS) -> str:
     foreign = MODELS[name]
-    reports = [
-        zoo.find_regions(foreign.make().train(training), kwargs=foreign.inputs(foreign.sizes[0]))
-        for training in (False, True)
-    ]
+    reports = []
+    for training in (False, True):
+        with torch.set_grad_enabled(training):  # as in ``counts``
+            reports.append(zoo.find_regions(foreign.make().train(training), kwargs=foreign.inputs(foreign.sizes[0])))
     regions = [f"{len(found.modules)} {found.name}" for found in reports[0].regions]
     by_arm = {arm: counts(foreign, arm) for arm in arms}
     columns = ["<br>".join(f"{arm} {by[each]}" for arm, by in by_arm.items() if each in by) for each in COLUMNS]

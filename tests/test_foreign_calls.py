@@ -210,13 +210,25 @@ class Numbering(nn.Module):
 def test_numbers_that_a_model_gives_its_blocks_are_symbols_but_sizes_are_not(rows, said, symbols, backend):
     model, x = Numbering(rows).eval(), torch.randn(4, 4)
     expected = model(x)
-    assert zoo.find_regions(model, args=(x,)).graphs == said
+    with torch.no_grad():
+        assert zoo.find_regions(model, args=(x,)).graphs == said
     compiled(model, backend=backend)
     with torch.no_grad(), zoo.enforce_budget(model):
         for _ in range(2):
             torch.testing.assert_close(model(x), expected)
     assert graphs_of(model) == {"Numbered": 2}  # the first block's numbers are constants
     assert set().union(*(entry.varied for entry in GRAPH_LOG.of(plan_of(model).log_id))) == symbols
+
+
+@pytest.mark.parametrize(("training", "mode", "said", "graphs"), [
+    (False, torch.no_grad, "1", 1), (False, torch.enable_grad, "at least 1", 2), (True, torch.enable_grad, "2", 2),
+])  # fmt: skip
+def test_an_input_of_the_models_own_has_no_gradient_where_those_of_later_blocks_do(training, mode, said, graphs):
+    model, x = Sequence(*(Block(4) for _ in range(3))).train(training), torch.randn(2, 4)
+    with mode():
+        assert zoo.find_regions(model, args=(x,)).graphs == said
+        compiled(model)(x)
+    assert graphs_of(model) == {"Block": graphs}
 
 
 class Bounded(Rated):
@@ -675,6 +687,12 @@ def test_warm_up_takes_positional_arguments_and_functions() -> None:
         assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
         assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 0  # all is compiled
+    unused = compiled(Sequence(Block(4), Block(4)))
+    with pytest.warns(zoo.RegionWarning, match="no region of Sequence was called: give functions"):
+        zoo.warm_up(unused, lambda: model(torch.randn(2, 4)))
 
 
 class Scaled(Sequence):

@@ -103,7 +103,8 @@ def count_calls(model: nn.Module, example: Example) -> Counter[nn.Module]:
 class Observed:
     """What one call showed of a region module, and the dotted attributes that it read.
 
-    ``inputs`` are the distinct kinds of input, each with the operations that ran and the floats given to them.
+    ``inputs`` are the distinct kinds of input, each with the operations that ran, the floats given to them, and which
+    tensors are the model's own inputs.
     """
 
     inputs: dict[tuple[Hashable, ...], set[Hashable]] = field(default_factory=dict)
@@ -123,11 +124,15 @@ def observe_call(
     Of a cache that blocks pick from by a number in ``lifted``, only the block's own item is one of its inputs.
     """
     seen = {name: Observed() for modules in chosen.values() for name in modules}
+    # In eval a caller with gradients on has them for all that blocks compute, but not for the model's own inputs.
+    unknown = torch.is_grad_enabled() and not model.training
+    given = {id(each) for each in pytree.tree_leaves(example) if isinstance(each, Tensor)} if unknown else set()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_watched(model))
         for region, modules in chosen.items():
             for name, module in modules.items():
-                stack.enter_context(_noting_inputs(module, seen[name], lifted[region], sizes=not region.dynamic))
+                noting = _noting_inputs(module, seen[name], lifted[region], given, sizes=not region.dynamic)
+                stack.enter_context(noting)
                 for prefix, child in module.named_modules():
                     if not is_torch_class(own_class(child)):
                         stack.enter_context(_noting_reads(child, prefix, seen[name]))
@@ -137,7 +142,9 @@ def observe_call(
 
 
 @contextlib.contextmanager
-def _noting_inputs(module: nn.Module, observed: Observed, lifted: Lifted, *, sizes: bool) -> Iterator[None]:
+def _noting_inputs(
+    module: nn.Module, observed: Observed, lifted: Lifted, given: Collection[int], *, sizes: bool
+) -> Iterator[None]:
     """Note the kinds of input of a region's calls, and when it runs."""
     index = lifted.own_index(module)
 
@@ -148,7 +155,8 @@ def _noting_inputs(module: nn.Module, observed: Observed, lifted: Lifted, *, siz
                 lists = own.enter_context(own_items(index, lifted.items, positional, kwargs))
                 observed.own = [(each, index, each[index]) for each in lists]
             observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
-        observed.running, observed.calls = True, set()
+        tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        observed.running, observed.calls = True, {tuple(id(each) in given for each in tensors)}
 
     def leave(*_: Any) -> None:
         # Dynamo takes the index by which a list is written to for a constant.
