@@ -289,7 +289,7 @@ def test_modes_are_kinds_of_their_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapted"), [("sd", False), ("xl", True)], ids=["sd", "xl-lora"])
 def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
-    from test_unet_pipelines import lora, pipeline
+    from tests.test_unet_sampler import lora, pipeline
 
     pipe = pipeline(kind, tmp_path).to(device)
     if adapted:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_unet_pipelines import pipeline
 from torch._dynamo.utils import counters
 
 import zoo
 from examples import chat, own_model, serve, train
+from tests.test_unet_sampler import pipeline
 from zoo.engine.compile import plan_of
 from zoo.llm import LLM, load, save
 

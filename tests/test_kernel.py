@@ -28,7 +28,7 @@ from tests import (
     test_llm_kernels,
     test_resnet_model,
     test_training_losses,
-    test_unet_kernels,
+    test_unet_model,
 )
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.engine import kernel as kernel_module
@@ -215,7 +215,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "llm": test_llm_kernels.calls(),
         "resnet": test_resnet_model.calls(),
         "training": test_training_losses.calls(),
-        "unet": test_unet_kernels.calls(),
+        "unet": test_unet_model.calls(),
     }
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 
