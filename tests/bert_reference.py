@@ -52,7 +52,6 @@ def batch(kind: str, rows: int = 4, tokens: int = 11, seed: int = 0) -> dict[str
 
 
 def labels(head: str, rows: int = 4, tokens: int = 11) -> dict[str, Tensor]:
-    """What the head is compared with."""
     generator = torch.Generator().manual_seed(1)
     if head == "question-answering":
         start = torch.randint(tokens, (rows,), generator=generator)

@@ -66,8 +66,6 @@ class IndexedBlock(nn.Module):
 
 
 class StoringBlock(nn.Module):
-    """Stores its index and never reads it."""
-
     def __init__(self, width: int, index: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -129,5 +127,9 @@ class Declared(Sequence):
 
 
 def declared(*regions: Region) -> type[Declared]:
-    """A Sequence that declares these regions."""
     return type("DeclaredHere", (Declared,), {"regions": regions})
+
+
+def nested() -> nn.Module:
+    """A class that repeats within another that does."""
+    return Sequence(Sequence(Block(4)), Sequence(Block(4)))

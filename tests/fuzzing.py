@@ -76,7 +76,6 @@ def convert(theirs: nn.Module, options: Iterable[str]) -> Any:
 
 
 def backward(outputs: Results, *inputs: Tensor) -> Results:
-    """The outputs and the gradients of inputs, by a weighted sum of all outputs."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs.values():
         weight = torch.arange(1.0, output.numel() + 1, dtype=torch.float64).cos().view(output.shape)

@@ -64,7 +64,6 @@ def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The output, and the gradients of all inputs for one cotangent."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).sin().view(out.shape)
@@ -275,9 +274,6 @@ def test_a_relu_is_part_of_the_kernel_before_it_unless_somebody_listens(kind: st
             layer.epilogue.act.register_forward_hook(lambda module, given, out: heard.append(out))
         torch.testing.assert_close(model(**inputs), found)
     assert len(heard) == len(model.layers) - 1 and all((each >= 0).all() for each in heard)
-
-
-# --- draws ---
 
 
 @pytest.mark.parametrize(

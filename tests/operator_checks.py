@@ -201,9 +201,6 @@ def test_what_does_not_fit_is_left_to_torch() -> None:
     assert out.shape == wide.shape and "AddLayerNorm" not in type(out.grad_fn).__name__
 
 
-# --- GELU, over all its numbers ---
-
-
 def gelu_and_slope(gate: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """GELU of numbers [N], and its slope at each, by one of the two kernels."""
     x = (torch.cat([torch.ones_like(gate), gate]) if gated else gate)[None].requires_grad_()
@@ -234,9 +231,6 @@ def test_gelu_and_its_slope_at_nan_and_infinity(gated: bool) -> None:
     found, slope = gelu_and_slope(torch.tensor([inf, nan, -1e30, 1e30, 0.0, -20.0], device=DEVICE), gated)
     torch.testing.assert_close(found, torch.tensor([inf, nan, 0.0, 1e30, 0.0, 0.0], device=DEVICE), equal_nan=True)
     torch.testing.assert_close(slope, torch.tensor([1.0, nan, 0.0, 1.0, 0.5, 0.0], device=DEVICE), equal_nan=True)
-
-
-# --- sums over rows ---
 
 
 @pytest.mark.usefixtures("small_programs")

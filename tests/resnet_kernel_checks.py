@@ -32,7 +32,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
-    """Other tiles for the interpreter."""
     for name in ("APPLY", "GRADIENTS", "SUMS"):
         monkeypatch.setattr(kernels, name, {**getattr(kernels, name), "ROWS": rows, "BLOCK": channels})
     monkeypatch.setattr(kernels, "FINISH", {**kernels.FINISH, "ROWS": 8, "BLOCK": channels})
@@ -48,14 +47,10 @@ def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
-    """The norm of x in float64."""
     mean, variance, weight, bias = (tensor.double() for tensor in given)
     if of_batch:
         return F.batch_norm(x.double(), None, None, weight, bias, True, 0.0, EPS)
     return F.batch_norm(x.double(), mean, variance, weight, bias, False, 0.0, EPS)
-
-
-# --- forward ---
 
 
 def as_norm(given: tuple[Tensor, ...], of_batch: bool = False) -> Norm:
@@ -117,9 +112,6 @@ def test_shapes_that_do_not_fit_are_named(changes: dict[str, tuple[int, ...]], w
         norm_act(values(4, 5), as_norm((values(10)[::2], *(values(5) for _ in range(3)))))
 
 
-# --- statistics of a batch ---
-
-
 def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return kernels.batch_statistics(x, None, None, None, 0.0)
 
@@ -176,9 +168,6 @@ def test_a_backward_does_not_use_statistics_that_were_moved_meanwhile() -> None:
         kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
 
 
-# --- gradients ---
-
-
 @pytest.mark.parametrize("of_batch", [True, False], ids=["statistics of the batch", "running statistics"])
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(("rows", "channels"), [size for size in SIZES if size[0] > 1])
@@ -223,9 +212,6 @@ def test_the_same_bits_every_time() -> None:
         assert all(torch.equal(got, wanted) for got, wanted in zip(everything(), first, strict=True))
 
 
-# --- models ---
-
-
 @pytest.mark.parametrize("of", ["batch", "frozen", "no running statistics", "evaluation"])
 def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     if DEVICE == "cpu":
@@ -263,9 +249,6 @@ def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], d
         assert torch.equal(found.double(), expected)
 
 
-# --- the end of a stem ---
-
-
 # Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
 SHAPES = [
     (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),
@@ -285,7 +268,6 @@ def _several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """In channels_last, with equal values among them."""
     x = torch.randn(*shape).to(DEVICE, dtype)
     return torch.where(x.abs() < 0.2, 0.0, x).contiguous(memory_format=torch.channels_last)
 
@@ -335,7 +317,6 @@ def test_images_that_are_not_in_channels_last() -> None:
 
 
 def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The output and the gradient of x, ours and torch's."""
     found = []
     for pool in (max_pool, pooled):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
@@ -390,8 +371,6 @@ def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["max_pool", "max_pool_backward"] * 3
     assert max_pool(x[:0]).shape == (0, 8, 4, 3)
 
-
-# --- on a GPU ---
 
 if DEVICE == "cuda":
 

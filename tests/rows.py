@@ -47,7 +47,6 @@ def row(
     environment: str | None = "e1",
     **case: Any,
 ) -> Result:
-    """A measured row; ``case`` holds the fields of its Case."""
     case = {"family": "gnn", "model": "gcn", "input": "cora", "device": "cuda", **case}
     random = np.random.RandomState(seed)
     drift = np.random.RandomState(99).uniform(1, 1.05, size=rounds)  # all arms share it: the clock of each round
@@ -86,7 +85,6 @@ def row(
 
 
 def command(case: Case) -> str:
-    """What benchmarks.run writes into the row of such a case."""
     return (
         f"python -m benchmarks.run --family {case.family} --model {case.model} --input {case.input} "
         f"--workload {case.workload} --dtype {case.dtype} --device {case.device} "
@@ -112,7 +110,6 @@ def race(scale: Mapping[str, float] | None = None, **case: Any) -> list[Result]:
 
 
 def write(path: Path, results: list[Result], environment: Mapping[str, Any] = ENVIRONMENT) -> Path:
-    """Write the environment's row and the results' after it."""
     store = Store(path)
     store.append(environment)
     for result in results:

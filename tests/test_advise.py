@@ -82,9 +82,6 @@ def look(name: str, tmp_path: Path) -> dict[str, Any]:
     return worker.look()
 
 
-# What is named
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -151,9 +148,6 @@ def test_the_page_names_every_option_and_column() -> None:
     options = {option for action in parser._actions for option in action.option_strings}
     assert set(re.findall(r"^\| `(--[\w-]+)`", page, re.MULTILINE)) == options
     assert all(f"| `{name}` |" in page for name in (*advise.CODE, *advise.HEAD[1:]))
-
-
-# What is measured
 
 
 def test_positional_inputs_get_their_names_and_the_dtype_is_cast(models: str) -> None:
@@ -245,9 +239,6 @@ def test_a_users_model_from_the_command_to_the_advice(models: str) -> None:
     # Ten calls of a tiny model never pay for a compiler; a loud machine says nothing.
     last = "For 10 calls run the model eagerly" if done.returncode == 0 else "makes this measurement unusable"
     assert last in said
-
-
-# What is said
 
 
 def measured(*, noise: float = 0.02, **milliseconds: float) -> Measured:

@@ -32,7 +32,6 @@ def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
 
 
 def holds(new: Any, old: Any) -> bool:
-    """Whether all that stands in the old row stands in the new one."""
     if isinstance(old, dict):
         return all(name in new and holds(new[name], value) for name, value in old.items())
     if isinstance(old, list):

@@ -85,9 +85,6 @@ def of(*impls: str, workload: str = "", **changes: Any) -> list[Any]:
     return [c for c in arms(**changes) if c.values[0].impl in impls and workload in ("", c.values[0].workload)]
 
 
-# --- arms ---
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", arms())
 def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: Case):
@@ -240,9 +237,6 @@ def test_images_and_weights_are_channels_last(model: str, impl: str):
     call(prepared)
     assert len(seen) > len(convolutions)
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
-
-
-# --- compiled ---
 
 
 @pytest.mark.slow

@@ -67,9 +67,6 @@ def test_seeds(power_law: bool):
     assert not torch.equal(one.edge_index, other.edge_index) and not torch.equal(one.x, other.x)
 
 
-# --- real formats ---
-
-
 def write_cora(root: Path) -> None:
     """540 nodes in Planetoid's eight files: 20 labelled, 530 in allx, the last 10 the test nodes, in another order."""
     rng = np.random.default_rng(0)

@@ -38,8 +38,6 @@ TURNS: list[str] = []
 
 
 class Runner:
-    """Answers as a worker does; fails from a given round on."""
-
     def __init__(self, name: str, fails_at: int | None = None) -> None:
         self.name = name
         self.fails_at = fails_at

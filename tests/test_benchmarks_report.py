@@ -508,7 +508,6 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/results/claims.md"
 
 
 def pair(speedup: float, *, noise: float = 0.004, **case: Any) -> list[Result]:
-    """Upstream eager at 1 ms, upstream full faster by that, and a copy of it."""
     arms = [
         row(1.0, seed=0, noise=noise, impl="upstream", strategy="eager", **case),
         row(1 / speedup, seed=1, noise=noise, cold=4.0, impl="upstream", strategy="full", **case),

@@ -221,9 +221,6 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
     assert all(json.loads(line) for line in store.path.read_text().splitlines())
 
 
-# How options become cases
-
-
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
 

@@ -139,9 +139,6 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 
-# From here on in real processes.
-
-
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
     started: list[Worker] = []
@@ -181,7 +178,6 @@ def test_a_timeout_kills_the_process(workers: list[Worker]):
 
 
 def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more: Any) -> SimpleNamespace:
-    """What the profiler gives for one launch."""
     interval = SimpleNamespace(elapsed_us=lambda: microseconds)
     return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), time_range=interval, **more)
 
@@ -286,8 +282,6 @@ class Layer(nn.Module):
 
 
 class Stages(nn.Module):
-    """Two widths of one class, two layers each."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(width) for width in (4, 4, 8, 8))

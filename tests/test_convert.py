@@ -38,8 +38,6 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- models of every family, and inputs for them ---
-
 RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "basic": (BasicBlock, [1, 2, 1, 1], {}),
     "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
@@ -152,8 +150,6 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-# --- folders ---
-
 AUTO = {
     "pooled": transformers.AutoModel,
     "masked-lm": transformers.AutoModelForMaskedLM,
@@ -209,8 +205,6 @@ def test_saved_folders_load_in_both_libraries(name: str, tmp_path: Path) -> None
     again = package.load(tmp_path / "ours", dtype=torch.bfloat16)
     assert again.config == model.config and next(again.parameters()).dtype is torch.bfloat16
 
-
-# --- what is refused ---
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -354,9 +348,6 @@ REFUSED: list[tuple[Make, str]] = [
 def test_options_that_are_not_supported_are_named(make: Make, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         zoo.from_upstream(make())
-
-
-# --- what only graph models meet ---
 
 
 def test_a_weighted_degree_of_zero_gives_no_gradient_where_torch_geometric_gives_nan() -> None:

@@ -100,9 +100,6 @@ def test_dropout_matches_transformers() -> None:
         assert not torch.allclose(ours.std(0), model(ids).logits.std(0))
 
 
-# --- checkpoints ---
-
-
 def test_own_files_from_before_the_unused_bias_was_kept(tmp_path: Path) -> None:
     options = {"head": "masked-lm", "tie_word_embeddings": False}
     source = zoo.create("bert-debug", **options)
@@ -220,8 +217,6 @@ def test_options_without_a_class_of_theirs() -> None:
         zoo.to_upstream(LLM(LLMConfig(**{**config, "qkv_bias": True, "qk_norm": True})))
 
 
-# --- folders ---
-
 # The debug preset as one of theirs; its config.json then agrees with the preset.
 PRESET = "llm-debug"
 
@@ -327,9 +322,6 @@ def test_configs_from_before_transformers_5(tmp_path: Path) -> None:
     assert zoo.llm.load(tmp_path).config == model.config
 
 
-# --- conditions ---
-
-
 def test_dropout_is_drawn_where_diffusers_draws_it() -> None:
     theirs = unet.make("sd", dropout=0.3).train()
     ours = zoo.from_upstream(theirs)
@@ -394,8 +386,6 @@ def test_conditions(case: str, sizes: dict[str, int], added_to: Any, least: floa
         assert unet.relative_error(ours(**inputs).sample, expected) > least
 
 
-# --- full size ---
-
 THEIRS: dict[str, dict[str, Any]] = {
     "sd15": {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8},
     "sd21": {
@@ -424,9 +414,6 @@ def test_presets_are_the_published_models(name: str) -> None:
     assert family.convert.config_of(theirs) == family.PRESETS[name]
     found, expected = (sum(p.numel() for p in each.parameters()) for each in (zoo.create(name, device="meta"), theirs))
     assert found == expected == PARAMETERS.get(name, expected)
-
-
-# --- checkpoints ---
 
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
@@ -508,9 +495,6 @@ def test_configs_that_are_refused(family: str, config: dict[str, Any], words: st
 def test_a_model_without_memory_converts() -> None:
     model = zoo.from_upstream(models.resnet18().to("meta"))
     assert all(tensor.is_meta for tensor in model.state_dict().values())
-
-
-# --- pretrained weights ---
 
 
 NAMES = [

@@ -1,7 +1,6 @@
 """The outer CUDA graph. Everything but capture itself is shown on the CPU too, by the same copying and overwriting."""
 
 import contextlib
-import re
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -157,25 +156,6 @@ def test_what_cannot_be_copied_in_is_refused(device: str) -> None:
         zoo.cuda_graph(lambda x: x, (torch.eye(2, device=device).to_sparse(),))
     with pytest.raises(ValueError, match="warmup is 1"):
         zoo.cuda_graph(torch.relu, (torch.ones(2),), warmup=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"args": torch.ones(2)}, "args is a Tensor, expected a tuple of arguments"),
-        ({"kwargs": torch.ones(2)}, "kwargs is a Tensor, expected a dict of arguments by name"),
-        ({"static": "input"}, "static is 'input', expected positions or names in a tuple"),
-        ({"buckets": [(torch.ones(3),)]}, "bucket 0 is no pair of arguments and keyword arguments"),
-        ({"buckets": [((torch.ones(3),), {}), (torch.ones(4), torch.ones(4))]}, "bucket 1 is no pair"),
-    ],
-)
-def test_arguments_of_another_form_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(said)):
-        zoo.cuda_graph(torch.relu, **{"args": (torch.ones(2),), **options})
-    with pytest.raises(TypeError, match="args is a Tensor"):
-        zoo.cuda_graph(nn.ReLU(), torch.ones(2))
-    with pytest.raises(TypeError, match="fn is a int"):
-        zoo.cuda_graph(3)
 
 
 def _moved(model: nn.Module) -> None:

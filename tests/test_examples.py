@@ -180,7 +180,6 @@ def example() -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pipeline of each kind, on disk."""
     made = {}
     for kind in ("sd", "xl"):
         made[kind] = tmp_path_factory.mktemp(kind)

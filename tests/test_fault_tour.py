@@ -47,9 +47,6 @@ def settings(tmp_path: Path) -> Settings:
     return settings_in(scratch, quick=True)
 
 
-# Kills
-
-
 def parent_of(pid: int) -> int | None:
     """The process that started it, or took it over; None once it has ended."""
     try:
@@ -179,9 +176,6 @@ def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"regional-zoo-run-new", "somebody-elses"}
 
 
-# Disks
-
-
 FILL = """
 import shutil, sys, tempfile
 from pathlib import Path
@@ -293,11 +287,7 @@ def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
     assert Result.from_json(result.to_json()) == result
 
 
-# The compiler
-
-
 def begin(out: Path, settings: Settings) -> None:
-    """What a run does before it measures anything."""
     plan = Run(WORKLOAD, "cpu", [CASE], {}, out)
     measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
 
@@ -359,9 +349,6 @@ def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
     assert said in race_notes(shown(results))
 
 
-# The device
-
-
 def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
@@ -419,9 +406,6 @@ def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, 
     assert "\n" not in str(caught.value)
 
 
-# The software
-
-
 NEEDS = "zoo needs torch 2.11 or newer, this is torch"
 
 
@@ -463,9 +447,6 @@ def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatc
     monkeypatch.setattr("benchmarks.startup.Worker", refuse)
     (result,) = rows_of(settings, EAGER).values()
     assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
-
-
-# Locks on a GPU
 
 
 @pytest.fixture

@@ -149,8 +149,6 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
 
 
 class Rated(nn.Module):
-    """Scales its branch by a rate of its own, in training."""
-
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -184,8 +182,6 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
 
 
 class Numbered(Block):
-    """Is told by its model which it is."""
-
     def forward(self, x: Tensor, place: int, *, scale: float = 1.0) -> Tensor:
         return super().forward(x) * scale + place
 
@@ -239,8 +235,6 @@ def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> 
 
 
 class Dropped(nn.Module):
-    """A block of stochastic depth, as torchvision's."""
-
     def __init__(self, rate: float) -> None:
         super().__init__()
         from torchvision.ops import StochasticDepth
@@ -275,8 +269,6 @@ def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> 
 
 
 class LayerDrop(Sequence):
-    """Leaves every second block out, as layer drop may."""
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[:: 2 if self.training else 1]:
             x = block(x)
@@ -299,8 +291,6 @@ def test_a_layer_that_training_drops_was_not_bypassed() -> None:
 
 
 class Dropping(Sequence):
-    """Leaves out what it is told to."""
-
     dropped: tuple[int, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -428,8 +418,6 @@ def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(h
 
 
 class Growing(Block):
-    """Keeps what it computed in a buffer."""
-
     def __init__(self) -> None:
         super().__init__(4)
         self.register_buffer("kept", torch.ones(1, 4), persistent=False)
@@ -529,8 +517,6 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
 
 
 class Counting(Block):
-    """Takes a size for a constant."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * len(range(x.shape[0]))
 
@@ -581,8 +567,6 @@ def sequential() -> nn.Module:
 
 
 class Repeating(nn.Module):
-    """Calls one block again and again: the only one in a list, or among others."""
-
     def __init__(self, width: int = 8, around: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.groups = nn.ModuleList([Block(width)])
@@ -634,8 +618,6 @@ def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
 
 
 class Strict(nn.Module):
-    """Wants an argument of each of its subclasses."""
-
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()
 

@@ -23,11 +23,11 @@ from triton.compiler import ASTSource
 
 from benchmarks.compiler import _forget
 from tests import (
-    test_bert_kernels,
-    test_gnn_kernels,
-    test_llm_kernels,
+    test_bert_model,
+    test_gnn_model,
+    test_llm_model,
     test_resnet_model,
-    test_training_losses,
+    test_training_operators,
     test_unet_model,
 )
 from tests.fake_gpu import Gpu, kernels, lower
@@ -205,23 +205,19 @@ def test_a_kernel_that_does_not_compile_beside_others_is_named(gpu: Gpu, monkeyp
         compile_together([(_scaled, [torch.float32], {})])
 
 
-# --- kernels of the families ---
-
-
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_families = {
-        "bert": test_bert_kernels.calls(),
-        "gnn": test_gnn_kernels.calls(),
-        "llm": test_llm_kernels.calls(),
+        "bert": test_bert_model.calls(),
+        "gnn": test_gnn_model.calls(),
+        "llm": test_llm_model.calls(),
         "resnet": test_resnet_model.calls(),
-        "training": test_training_losses.calls(),
+        "training": test_training_operators.calls(),
         "unet": test_unet_model.calls(),
     }
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 
 
 def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor | None]:
-    """What an operator returns, and the gradients of its arguments."""
     out = operator(*arguments)
     returned = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None]
     learning = [each for each in returned if each.requires_grad]
@@ -277,9 +273,6 @@ def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
     for source, options in gpu.sources.values():
         lower(source, options)
-
-
-# --- from one cache of Triton's to another ---
 
 
 @kernel

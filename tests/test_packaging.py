@@ -114,7 +114,6 @@ BLOCKED = ("torchvision", "transformers", "diffusers", "torch_geometric", "accel
 
 
 def without_libraries(program: str) -> str:
-    """What a program prints where the models' libraries are not installed."""
     program = WITHOUT.format(blocked=BLOCKED) + program
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -33,24 +33,11 @@ def test_every_family_has_a_debug_preset() -> None:
     assert set(zoo.list_models()) == {name for family in families() for name in family.presets}
 
 
-def test_unknown_names_get_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="did you mean 'gnn'"):
-        zoo.list_models("gn")
-    with pytest.raises(ValueError, match="did you mean 'gcn-debug'"):
-        zoo.create("gcn-debg")
-    with pytest.raises(ValueError, match="no option 'hiden_channels', did you mean 'hidden_channels'"):
-        zoo.create("gcn-debug", hiden_channels=3)
-
-
 def test_overrides_dtype_and_device() -> None:
     model = zoo.create("gcn-debug", hidden_channels=24, dtype=torch.bfloat16, device="meta")
     assert model.config.hidden_channels == 24 and not model.training
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.bfloat16, "meta")}
     assert torch.get_default_dtype() is torch.float32
-    with pytest.raises(ValueError, match="floating-point"):
-        zoo.create("gcn-debug", dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"dtype is 'float16', but parameters need a floating-point torch\.dtype"):
-        zoo.create("gcn-debug", dtype="float16")
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["random", "loaded"])
@@ -187,25 +174,6 @@ def test_two_shards_with_one_key_are_refused(tmp_path: Path) -> None:
         zoo.create("gcn-debug", weights=tmp_path)
 
 
-def test_foreign_modules_are_refused_by_name() -> None:
-    import transformers
-
-    llama = transformers.LlamaConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
-    for refused in (nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)):
-        name = type(refused).__name__
-        with pytest.raises(TypeError, match=rf"{name} is (no model of|not one of).*compile_regions"):
-            zoo.from_upstream(refused)
-    with pytest.raises(TypeError, match="zoo.from_upstream"):
-        zoo.to_upstream(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="not a model of the zoo"):
-        zoo.example_inputs(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="module is a str, expected a model"):
-        zoo.from_upstream("gcn")
-
-
 class Theirs(nn.Module):
     """Two layers of three products, of which ours makes one, and an output tied to the input."""
 
@@ -337,7 +305,6 @@ MODELS = {"bert": ("bert-debug", "bert-base"), "llm": ("llm-debug", "qwen3-0.6b"
 
 @pytest.fixture(params=MODELS)
 def family(request: pytest.FixtureRequest) -> Any:
-    """A family's module with ``save`` and ``load``."""
     return importlib.import_module(f"zoo.{request.param}")
 
 

@@ -39,9 +39,6 @@ def test_deeper_is_no_more_graphs(preset: str, changes: dict[str, Any], blocks: 
     assert all(found.graphs_needed <= found.budget for found in report.regions)
 
 
-# --- features ---
-
-
 def test_features_are_the_outputs_of_the_stages() -> None:
     model = zoo.compile_regions(debug(), backend="eager")
     images = torch.randn(2, 3, 70, 100)
@@ -55,9 +52,6 @@ def test_features_are_the_outputs_of_the_stages() -> None:
         (2, 2048, 3, 4),
     ]
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
-
-
-# --- what is refused ---
 
 
 def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
@@ -302,31 +296,7 @@ def test_the_operator_of_the_product_says_its_shapes() -> None:
     )
 
 
-def test_what_is_refused() -> None:
-    model = trained()
-    folded = fold_batch_norm(model)
-    with pytest.raises(TypeError, match=r"Linear is not a ResNet of the zoo; zoo\.from_upstream"):
-        fold_batch_norm(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="folded already"):
-        fold_batch_norm(folded)
-    with pytest.raises(ValueError, match="track_running_stats is False"):
-        fold_batch_norm(trained(track_running_stats=False))
-    with pytest.raises(ValueError, match="convolutions is 'slow', expected one of 'glue', 'fused'"):
-        fold_batch_norm(model, convolutions="slow")
-    with pytest.raises(ValueError, match="pointwise is 'gemm', expected one of 'convolution', 'matmul'"):
-        fold_batch_norm(model, pointwise="gemm")
-    with pytest.raises(ValueError, match="folded into the convolutions: convert"):
-        zoo.to_upstream(folded)
-    with pytest.raises(ValueError, match="a folded model is for inference"):
-        folded(torch.zeros(1, 3, 64, 64, requires_grad=True))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"use model\.to\(torch\.bfloat16\)"):
-        folded(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(TypeError, match=r"expected float32; use images\.to\(torch\.float32\);"):
-        folded(torch.zeros(1, 3, 64, 64).half())
-
-
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Operators and arguments that launch all kernels, with gradients and without."""
     x, more = (torch.randn(2, 6, 7, 4).contiguous(memory_format=torch.channels_last) for _ in range(2))
     mean, variance, count = torch.randn(6), torch.rand(6) + 0.5, torch.tensor(0)
     learning = [each.clone().requires_grad_() for each in (x, more, mean, variance, mean, variance)]

@@ -142,22 +142,3 @@ def test_random_state_that_is_restored_stands_in_the_way_of_a_capture(preserves:
         step = TrainingStep(model, lambda m, x: m(x).square().mean(), optimizer, cuda_graph=True)
         losses = [step(torch.randn(2, 4, device="cuda")).item() for _ in range(8)]
         assert step.captured and all(loss > 0 for loss in losses)
-
-
-def test_what_cannot_be_checkpointed_is_refused():
-    with pytest.raises(ValueError, match=r"Stack has no compiled regions: call zoo\.compile_regions"):
-        checkpoint_regions(Stack(), Block)
-    with pytest.raises(ValueError, match="no compiled region is or is in a DroppingBlock; there are Block"):
-        checkpoint_regions(compiled(), DroppingBlock)
-    with pytest.raises(ValueError, match="a ModuleList is never called; name the class"):
-        checkpoint_regions(compiled(), nn.ModuleList)
-    with pytest.raises(ValueError, match="every is 0; 1 checkpoints each block"):
-        checkpoint_regions(compiled(), Block, every=0)
-    model = checkpoint_regions(compiled(), Block)
-    with pytest.raises(ValueError, match=r"checkpointed already; zoo\.uncompile\(model\) undoes it"):
-        checkpoint_regions(model, Block)
-    model = compiled()
-    zoo.uncompile(model.blocks[1])
-    with pytest.raises(ValueError, match=r"1 of 4 regions of Block are eager now: compile the model again"):
-        checkpoint_regions(model, Block)
-    assert not restores_random_state(model)

@@ -77,9 +77,6 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
     assert not any("zero" in name or "select_backward" in name for name in dispatched.ran)
 
 
-# --- channels_last ---
-
-
 @pytest.mark.parametrize("freq_shift", [0, 1])
 @pytest.mark.parametrize("cosines_first", [False, True])
 def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_shift: int) -> None:
@@ -89,9 +86,6 @@ def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_s
     for width in (6, 7, 320):
         expected = get_timestep_embedding(timesteps, width, cosines_first, freq_shift)
         assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
-
-
-# --- what is refused ---
 
 
 @pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
@@ -181,7 +175,6 @@ def learning(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Calls that launch every kernel, in both directions."""
     x, low, weight, bias = torch.randn(6, 8), torch.randn(6, 8).bfloat16(), torch.randn(8), torch.randn(8)
     image, large = images(2, 8, 3, 5), images(2, 8, 33, 32).bfloat16()
     product = torch.randn(2048, 8).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
@@ -215,28 +208,6 @@ def test_half_precision_is_rounded_once() -> None:
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
 
 
-def test_glue_of_shapes_that_do_not_fit_is_refused() -> None:
-    x, row = torch.randn(6, 8), torch.randn(8)
-    for call in (lambda: conv_add(x, row, x[:1]), lambda: add_norm(x, x[:1], row, row, None, 1e-5)):
-        with pytest.raises(ValueError, match=r"residual has shape \(1, 8\), expected that of x, \(6, 8\)"):
-            call()
-    with pytest.raises(ValueError, match="x has 7 columns, expected an even number"):
-        gated_gelu(x[:, :7], row)
-    with pytest.raises(ValueError, match=r"bias has shape \(7,\), expected one number a column: \(8,\)"):
-        gated_gelu(x, row[:7])
-    with pytest.raises(ValueError, match=r"shift has shape \(3,\), expected one number a column: \(8,\)"):
-        add_norm(x, x, row, row, row[:3], 1e-5)
-    for weight, bias in ((torch.randn(7, 8), row[:7]), (torch.randn(6, 7), row[:6]), (torch.randn(6, 8), row)):
-        with pytest.raises(ValueError, match=r"expected \[R, C\], \[2 I, C\] and \[2 I\]"):
-            gated_gelu_product(x, weight, bias)
-    with pytest.raises(ValueError, match="stride is 0, expected at least 1"):
-        windows(torch.randn(1, 2, 2, 8), 0)
-    one = torch.randn(2, 5, 2, 8)
-    for key, value in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4])):
-        with pytest.raises(ValueError, match=r"expected \[B, T, N, D\] and twice \[B, L, N, D\]"):
-            short_attention(one, key, value)
-
-
 def test_windows_are_what_a_convolution_multiplies() -> None:
     for stride, height, width in ((1, 4, 6), (2, 4, 6), (2, 5, 3), (3, 7, 7), (1, 1, 1)):
         x, weight = torch.randn(2, 8, height, width), torch.randn(4, 8, 3, 3)
@@ -266,9 +237,6 @@ def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, m
     # Two norms, two of windows, and the sum at the end.
     assert graph.count("triton_kernel_wrapper_functional") == 5
     assert not any("convolution" in node or node.startswith("zoo") for node in graph)
-
-
-# --- in a model that learns ---
 
 
 def outputs_and_gradients(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> list[Tensor]:

@@ -40,8 +40,6 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-# --- AdamW ---
-
 DTYPES = {
     "float32": (torch.float32,) * 4,
     "bfloat16": (torch.bfloat16,) * 4,
@@ -122,9 +120,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(kernels, "adamw", count)
     return sizes
-
-
-# --- several parameters in a launch ---
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
@@ -230,9 +225,6 @@ def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatc
     close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
 
 
-# --- rows of logits ---
-
-
 @pytest.fixture(params=[512, None], ids=["small blocks", "blocks as they are"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
@@ -305,9 +297,6 @@ def test_scaling(numbers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         expected = (x.float() * factor).to(dtype)
         torch.testing.assert_close(found, expected, rtol=EPS[dtype], atol=0, equal_nan=True)
         assert factor != 1.0 or torch.equal(found, x)
-
-
-# --- the loss that they are for ---
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)

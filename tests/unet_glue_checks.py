@@ -114,8 +114,6 @@ def test_a_model_predicts_as_without_kernels_in_as_many_graphs(monkeypatch: pyte
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-5)
 
 
-# --- attention to few keys ---
-
 # Queries, keys, heads and their width. A text and the pixels of a small image, at the models' widths of heads; one key;
 # whole tiles and one number more; a width that no power of two is.
 SIZES = [(70, 77, 2, 40), (64, 64, 1, 160), (9, 128, 2, 80), (65, 1, 3, 64), (1, 65, 1, 8), (3, 100, 1, 24)]

@@ -59,7 +59,6 @@ def wide(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def calls(channels: int, groups: int, first: int, dtype: torch.dtype, size: tuple[int, int] = SIZE) -> dict[str, Call]:
-    """Norms of an image, of one that is shifted and of two side by side."""
     x, weight, bias = values(2, channels, *size, dtype=dtype, mean=0.5), values(channels, mean=1.0), values(channels)
     weight, bias, shifts = weight.to(dtype), bias.to(dtype), values(2, 3 * channels, dtype=dtype)
 

@@ -93,7 +93,6 @@ def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, token
 
 
 def controlnet(config: Any, batch: int = 2, height: int = 16, width: int = 16) -> dict[str, Any]:
-    """What a ControlNet adds to a model of the zoo with this config."""
     generator = torch.Generator().manual_seed(2)
     down = [
         torch.randn(batch, channels, height // size, width // size, generator=generator)
