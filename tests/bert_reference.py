@@ -6,6 +6,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.fuzzing import randomize
+
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 40, "type_vocab_size": 2,
@@ -22,20 +24,10 @@ CASES = [(kind, head) for kind in KINDS for head in NAMES]
 
 
 def make(kind: str, head: str, **options: Any) -> Any:
-    """In eval mode. Biases and norms are drawn too: at zero and one a forgotten one would not show."""
     cls = getattr(transformers, {"bert": "Bert", "roberta": "Roberta"}[kind] + NAMES[head])
     labels = {} if head == "question-answering" else {"num_labels": 3}
     extra = {name: options.pop(name) for name in ("add_pooling_layer",) if name in options}
-    model = cls(cls.config_class(**{**SIZES, **labels, **options}), **extra)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.2 * drawn + (1.0 if "orm.weight" in name else 0.0))
-            else:
-                parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
-    return model.eval()
+    return randomize(cls(cls.config_class(**{**SIZES, **labels, **options}), **extra), 0).eval()
 
 
 def batch(kind: str, rows: int = 4, tokens: int = 11, seed: int = 0) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def randomize(module: nn.Module, seed: int) -> Any:
                 tensor.copy_(drawn.abs() + 0.5)
             elif tensor.dim() == 1:
                 tensor.copy_(
-                    0.2 * drawn + (1.0 if re.search(r"(norm|bn|downsample\.1|module)\S*weight", name) else 0.0)
+                    0.2 * drawn + (1.0 if re.search(r"(?i)(norm|bn|downsample\.1|module)\S*weight", name) else 0.0)
                 )
             else:
                 tensor.copy_(drawn * max(1, tensor[0].numel()) ** -0.5)

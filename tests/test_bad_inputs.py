@@ -251,6 +251,15 @@ def checkpointed(cls: Any = Block, times: int = 1, eager: int | None = None, **o
         assert restores_random_state(model) == (times > 1)
 
 
+CAPTURES: list[tuple[Any, ...]] = [
+    ({"args": torch.ones(2)}, "args is a Tensor, expected a tuple of arguments"),
+    ({"kwargs": torch.ones(2)}, "kwargs is a Tensor, expected a dict of arguments by name"),
+    ({"static": "input"}, "static is 'input', expected positions or names in a tuple"),
+    ({"buckets": [(torch.ones(3),)]}, "bucket 0 is no pair of arguments and keyword arguments"),
+    ({"buckets": [((torch.ones(3),), {}), (torch.ones(4), torch.ones(4))]}, "bucket 1 is no pair"),
+]  # fmt: skip
+
+
 def engine() -> list[Refusal]:
     model, x, around = Blocks(), torch.randn(2, 3, 8), r"zoo\.cuda_graph around the whole step"
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -291,7 +300,7 @@ def engine() -> list[Refusal]:
         (lambda: find(Stack(), Block), r"regions=\[\.\.\.\]", TypeError),
         (lambda: Region(Block, graphs=0), "graphs is 0"),
         (lambda: find(Sequence(Child(4)), [Block]), r"Block matches no module of Sequence; its subclasses \['Child'\]"),
-        (lambda: find(nested(), [Sequence, Block]), r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence"),
+        (lambda: find(nested(), [Sequence, Block]), r"Block \(0\.blocks\.0\) is nested in region Sequence"),
         (lambda: find(Stack(), ["Block"]), "regions names 'Block', but Stack has no such module; a path reads as"),
         (lambda: find(Stack(), exclude=["blocks.7"]), r"'blocks\.7'"),
         (lambda: find(Stack(), exclude="blocks.1"), "exclude is .*a list of classes and paths", TypeError),
@@ -312,13 +321,7 @@ def engine() -> list[Refusal]:
         (lambda: zoo.cuda_graph(3), "fn is a int", TypeError),
         *(
             (lambda options=options: zoo.cuda_graph(torch.relu, **{"args": (one,), **options}), said, TypeError)
-            for options, said in [
-                ({"args": torch.ones(2)}, "args is a Tensor, expected a tuple of arguments"),
-                ({"kwargs": torch.ones(2)}, "kwargs is a Tensor, expected a dict of arguments by name"),
-                ({"static": "input"}, "static is 'input', expected positions or names in a tuple"),
-                ({"buckets": [(torch.ones(3),)]}, "bucket 0 is no pair of arguments and keyword arguments"),
-                ({"buckets": [((torch.ones(3),), {}), (torch.ones(4), torch.ones(4))]}, "bucket 1 is no pair"),
-            ]
+            for options, said in CAPTURES
         ),
         # What is checkpointed.
         (lambda: checkpoint_regions(Stack(), Block), r"Stack has no compiled regions: call zoo\.compile_regions"),
@@ -330,27 +333,33 @@ def engine() -> list[Refusal]:
     ]
 
 
+NODES = 200
+
+
+def graph_of(nodes: int, edges: int) -> Tensor:
+    return torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
+
+
+def sampler_of(**options: Any) -> NeighborSampler:
+    given = {"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES}
+    return NeighborSampler(graph_of(NODES, 3000), **given | options)
+
+
+LOSSES: list[tuple[Any, ...]] = [
+    ({"weight": torch.ones(37, 15)}, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
+    ({"labels": torch.zeros(19, dtype=torch.int64)}, r"labels are \[19\], expected .*\[20\]"),
+    ({"labels": torch.zeros(20, dtype=torch.int32)}, r"torch\.int32, expected torch\.int64", TypeError),
+    ({"weight": torch.ones(37, 16).bfloat16()}, r"float32 and weight torch\.bfloat16; convert", TypeError),
+    ({"labels": torch.full((20,), 37)}, "from 37 to 37, but the number of classes is 37: pass 0 to 36, or -100"),
+    ({"labels": torch.full((20,), -1)}, "labels has values from -1 to -1"),
+    ({"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)}, "there are no rows"),
+]  # fmt: skip
+
+
 def training() -> list[Refusal]:
     given = {"x": torch.randn(20, 16), "weight": torch.randn(37, 16), "labels": torch.randint(37, (20,))}
     return [
-        *(
-            (lambda change=change: LinearCrossEntropy(8)(**given | change), *said)
-            for change, *said in [
-                ({"weight": torch.ones(37, 15)}, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
-                ({"labels": torch.zeros(19, dtype=torch.int64)}, r"labels are \[19\], expected .*\[20\]"),
-                ({"labels": torch.zeros(20, dtype=torch.int32)}, r"torch\.int32, expected torch\.int64", TypeError),
-                ({"weight": torch.ones(37, 16).bfloat16()}, r"float32 and weight torch\.bfloat16; convert", TypeError),
-                (
-                    {"labels": torch.full((20,), 37)},
-                    "from 37 to 37, but the number of classes is 37: pass 0 to 36, or -100",
-                ),
-                ({"labels": torch.full((20,), -1)}, "labels has values from -1 to -1"),
-                (
-                    {"x": torch.ones(0, 16), "labels": torch.zeros(0, dtype=torch.int64)},
-                    "there are no rows",
-                ),
-            ]
-        ),
+        *((lambda change=change: LinearCrossEntropy(8)(**given | change), *said) for change, *said in LOSSES),
         *(
             (lambda options=options: AdamW([nn.Parameter(X)], **options), r"see torch\.optim\.AdamW")
             for options in ({"fused": False}, {"foreach": True})
@@ -399,6 +408,37 @@ def models() -> list[Refusal]:
             )
         ),
     ]
+
+
+WEIGHTS: list[tuple[Any, ...]] = [
+    ({"edge_weight": torch.rand(4)}, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
+    ({"edge_weight": torch.arange(3)}, r"edge_weight is torch\.int64, expected floating-point numbers", TypeError),
+    ({"edge_weight": torch.rand(3, device="meta")}, "edge_weight is on meta and the edges on cpu"),
+]  # fmt: skip
+
+
+SAMPLED: list[tuple[Any, ...]] = [
+    ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
+    ({"fanouts": (5, 0)}, r"fanouts are \(5, 0\)"),
+    ({"batch_size": 0}, "batch_size is 0"),
+    ({"workers": -1}, "workers is -1"),
+    ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
+    ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
+    ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
+    ({"seeds": torch.tensor([3, 5, 5])}, r"a node is several times among the seeds.*seeds\.unique\(\)"),
+    ({"buckets": [Bucket(64, ((64, 64), (16, 64)))]}, r"may need Bucket\(nodes=200, .* none .*Bucket\(nodes=64"),
+    ({"seeds": torch.ones(NODES, dtype=torch.bool)}, r"seeds is torch.bool.*mask.nonzero\(\)"),
+    ({"seeds": torch.tensor([1.0])}, r"seeds is torch.float32, expected int64; use seeds.to\("),
+    ({"seeds": torch.tensor([1], dtype=torch.int32)}, "seeds is torch.int32"),
+    ({"seeds": [1, 2]}, r"seeds is a list, expected a dense tensor \[n\]"),
+    ({"seeds": torch.tensor([[1]])}, r"seeds has shape \[1, 1\], expected \[n\]"),
+    ({"fanouts": 4}, "fanouts are 4; one a hop"),
+    ({"fanouts": (4.0, 3)}, r"fanouts are \(4.0, 3\); one a hop, an integer"),
+    ({"batch_size": 16.0}, "batch_size is 16.0, expected a positive integer"),
+    ({"workers": None}, "workers is None, expected an integer of at least 0"),
+    ({"device": torch.float32}, "device is torch.float32"),
+    ({"seed": 1.5}, "seed is 1.5, expected an integer"),
+]  # fmt: skip
 
 
 def graphs() -> list[Refusal]:
@@ -469,15 +509,7 @@ def graphs() -> list[Refusal]:
                 partial(gcn.prepare, EDGES),
                 graph.with_weights,
             )
-            for change, *said in [
-                ({"edge_weight": torch.rand(4)}, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
-                (
-                    {"edge_weight": torch.arange(3)},
-                    r"edge_weight is torch\.int64, expected floating-point numbers",
-                    TypeError,
-                ),
-                ({"edge_weight": torch.rand(3, device="meta")}, "edge_weight is on meta and the edges on cpu"),
-            ]
+            for change, *said in WEIGHTS
         ),
         (lambda: convs[0]((X, X), nodes), "x is a tuple of 2, expected .*sources alone", TypeError),
         (lambda: convs[2]((X,) * 3, nodes), "x is a tuple of 3, expected .*two tensors", TypeError),
@@ -496,45 +528,42 @@ def graphs() -> list[Refusal]:
         (lambda: gcn_of_two(own, cut), "graphs of a sampled batch are for GraphSAGE"),
         *(
             (lambda options=options: sampler_of(**options), words, (ValueError, TypeError))
-            for options, words in [
-                ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
-                ({"fanouts": (5, 0)}, r"fanouts are \(5, 0\)"),
-                ({"batch_size": 0}, "batch_size is 0"),
-                ({"workers": -1}, "workers is -1"),
-                ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
-                ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
-                ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
-                ({"seeds": torch.tensor([3, 5, 5])}, r"a node is several times among the seeds.*seeds\.unique\(\)"),
-                (
-                    {"buckets": [Bucket(64, ((64, 64), (16, 64)))]},
-                    r"may need Bucket\(nodes=200, .* none .*Bucket\(nodes=64",
-                ),
-                ({"seeds": torch.ones(NODES, dtype=torch.bool)}, r"seeds is torch.bool.*mask.nonzero\(\)"),
-                ({"seeds": torch.tensor([1.0])}, r"seeds is torch.float32, expected int64; use seeds.to\("),
-                ({"seeds": torch.tensor([1], dtype=torch.int32)}, "seeds is torch.int32"),
-                ({"seeds": [1, 2]}, r"seeds is a list, expected a dense tensor \[n\]"),
-                ({"seeds": torch.tensor([[1]])}, r"seeds has shape \[1, 1\], expected \[n\]"),
-                ({"fanouts": 4}, "fanouts are 4; one a hop"),
-                ({"fanouts": (4.0, 3)}, r"fanouts are \(4.0, 3\); one a hop, an integer"),
-                ({"batch_size": 16.0}, "batch_size is 16.0, expected a positive integer"),
-                ({"workers": None}, "workers is None, expected an integer of at least 0"),
-                ({"device": torch.float32}, "device is torch.float32"),
-                ({"seed": 1.5}, "seed is 1.5, expected an integer"),
-            ]
+            for options, words in SAMPLED
         ),
     ]
 
 
-NODES = 200
+LABELS: list[tuple[Any, ...]] = [
+    ({"head": "masked-lm"}, {"labels": IDS[:, :3]}, r"labels has shape \[2, 3\], expected \[2, 5\]"),
+    ({"head": "masked-lm"}, {"labels": IDS * 128}, "from 128 to 128, but the number of classes is 128"),
+    ({"head": "masked-lm"}, {"labels": IDS.float()}, "labels is torch.float32", TypeError),
+    ({"head": "token-classification"}, {"labels": IDS * -1}, "labels has values from -1"),
+    ({"head": "sequence-classification"}, {"labels": IDS}, r"expected \[2\] or \[2, 1\]; integers"),
+    ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, "labels has values from 2"),
+    ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 1.0}, r"expected \[2, 2\]; integers"),
+    ({"head": "question-answering"}, {"labels": IDS}, "pass start_positions and end_positions"),
+    ({"head": "question-answering"}, {"start_positions": IDS[:, 0]}, "one of them is missing"),
+    (
+        {"head": "question-answering"}, {"start_positions": IDS[0], "end_positions": IDS[0]},
+        r"start_positions has shape \[5\], expected \[2\] or \[2, 1\]",
+    ),
+]  # fmt: skip
 
 
-def graph_of(nodes: int, edges: int) -> Tensor:
-    return torch.randint(nodes, (2, edges), generator=torch.Generator().manual_seed(0))
-
-
-def sampler_of(**options: Any) -> NeighborSampler:
-    given = {"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES}
-    return NeighborSampler(graph_of(NODES, 3000), **given | options)
+PACKED: list[tuple[Any, ...]] = [
+    ({"input_ids": IDS.float()}, "input_ids is torch.float32", TypeError),
+    ({"attention_mask": MASK[:1]}, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
+    ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [0] * 5])}, r"row\(s\) \[1\] have no token"),
+    ({"attention_mask": MASK * 0}, r"row\(s\) \[0, 1\] have no token"),
+    ({"position_ids": MASK[0]}, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
+    ({"rows": 1}, "input_ids is 2 x 5, but rows is 1 and length 5"),
+    ({"length": 4}, "rows is 2 and length 4"),
+    ({"length": 65, "config": PRESETS["bert-debug"]}, "length is 65, but the model has 64 positions"),
+    ({"config": PRESETS["bert-debug"], "input_ids": IDS * 200}, "input_ids has values from 200"),
+    ({"buckets": (8,)}, r"10 tokens and needs room for 2 of padding, but the largest bucket holds 8"),
+    ({"buckets": ()}, "expected sizes in tokens"),
+    ({"buckets": (8,), "input_ids": IDS[:, :1]}, "length 1, expected sizes in tokens"),
+]  # fmt: skip
 
 
 def texts() -> list[Refusal]:
@@ -546,40 +575,9 @@ def texts() -> list[Refusal]:
     return [
         *(
             (lambda options=options, given=given: zoo.create("bert-debug", **options)(IDS, **given), *said)
-            for options, given, *said in [
-                ({"head": "masked-lm"}, {"labels": IDS[:, :3]}, r"labels has shape \[2, 3\], expected \[2, 5\]"),
-                ({"head": "masked-lm"}, {"labels": IDS * 128}, "from 128 to 128, but the number of classes is 128"),
-                ({"head": "masked-lm"}, {"labels": IDS.float()}, "labels is torch.float32", TypeError),
-                ({"head": "token-classification"}, {"labels": IDS * -1}, "labels has values from -1"),
-                ({"head": "sequence-classification"}, {"labels": IDS}, r"expected \[2\] or \[2, 1\]; integers"),
-                ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, "labels has values from 2"),
-                ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 1.0}, r"expected \[2, 2\]; integers"),
-                ({"head": "question-answering"}, {"labels": IDS}, "pass start_positions and end_positions"),
-                ({"head": "question-answering"}, {"start_positions": IDS[:, 0]}, "one of them is missing"),
-                (
-                    {"head": "question-answering"},
-                    {"start_positions": IDS[0], "end_positions": IDS[0]},
-                    r"start_positions has shape \[5\], expected \[2\] or \[2, 1\]",
-                ),
-            ]
+            for options, given, *said in LABELS
         ),
-        *(
-            (lambda given=given: pack(**{"input_ids": IDS, **given}), *said)
-            for given, *said in [
-                ({"input_ids": IDS.float()}, "input_ids is torch.float32", TypeError),
-                ({"attention_mask": MASK[:1]}, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
-                ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [0] * 5])}, r"row\(s\) \[1\] have no token"),
-                ({"attention_mask": MASK * 0}, r"row\(s\) \[0, 1\] have no token"),
-                ({"position_ids": MASK[0]}, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
-                ({"rows": 1}, "input_ids is 2 x 5, but rows is 1 and length 5"),
-                ({"length": 4}, "rows is 2 and length 4"),
-                ({"length": 65, "config": PRESETS["bert-debug"]}, "length is 65, but the model has 64 positions"),
-                ({"config": PRESETS["bert-debug"], "input_ids": IDS * 200}, "input_ids has values from 200"),
-                ({"buckets": (8,)}, r"10 tokens and needs room for 2 of padding, but the largest bucket holds 8"),
-                ({"buckets": ()}, "expected sizes in tokens"),
-                ({"buckets": (8,), "input_ids": IDS[:, :1]}, "length 1, expected sizes in tokens"),
-            ]
-        ),
+        *((lambda given=given: pack(**{"input_ids": IDS, **given}), *said) for given, *said in PACKED),
         (lambda: bert(packed, IDS), "a packed batch holds its own mask"),
         (lambda: bert(pack(IDS, length=70)), "the batch has rows of 70 tokens, but the model 64 positions"),
         (lambda: bert(pack(IDS * 200)), "input_ids has values from 200 to 200"),
@@ -602,6 +600,20 @@ def texts() -> list[Refusal]:
             )
         ),
     ]
+
+
+SAMPLERS: list[tuple[Any, ...]] = [
+    *(
+        ({"shape": shape}, r"expected \[B, 4, H, W\] with H and W divisible by 2")
+        for shape in ((2, 4, 16), (0, 4, 16, 16), (2, 3, 16, 16), (2, 4, 16, 15))
+    ),
+    ({"guidance_scale": float("nan")}, "guidance_scale is nan"),
+    ({"guidance_scale": -1}, "guidance_scale is -1"),
+    ({"schedule": 30}, "schedule is a int, expected what make_schedule gives", TypeError),
+    ({"model": torch.nn.Linear(1, 1)}, "model is a Linear", TypeError),
+    ({"model": "other ends"}, "takes more than latents, timestep and text"),
+    ({"model": "guidance in the timestep"}, "takes more than latents, timestep and text"),
+]  # fmt: skip
 
 
 def images() -> list[Refusal]:
@@ -652,21 +664,7 @@ def images() -> list[Refusal]:
             (lambda steps=steps: make_schedule(EULER, steps), "steps is .*, expected an integer from 1 to 1000")
             for steps in (0, -1, 1001, 2.0, True, None)
         ),
-        *(
-            (lambda options=options: sampler_with(**options), *said)
-            for options, *said in [
-                *(
-                    ({"shape": shape}, r"expected \[B, 4, H, W\] with H and W divisible by 2")
-                    for shape in ((2, 4, 16), (0, 4, 16, 16), (2, 3, 16, 16), (2, 4, 16, 15))
-                ),
-                ({"guidance_scale": float("nan")}, "guidance_scale is nan"),
-                ({"guidance_scale": -1}, "guidance_scale is -1"),
-                ({"schedule": 30}, "schedule is a int, expected what make_schedule gives", TypeError),
-                ({"model": torch.nn.Linear(1, 1)}, "model is a Linear", TypeError),
-                ({"model": "other ends"}, "takes more than latents, timestep and text"),
-                ({"model": "guidance in the timestep"}, "takes more than latents, timestep and text"),
-            ]
-        ),
+        *((lambda options=options: sampler_with(**options), *said) for options, *said in SAMPLERS),
     ]
 
 

@@ -6,7 +6,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,9 +113,7 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(tmp_path, monkeypatch):
     monkeypatch.setitem(BERTS, "bert-debug", dataclasses.replace(BERTS["bert-debug"], num_hidden_layers=1))
     found = {}
     for name, changes in (
@@ -505,20 +502,6 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
         captured = zoo.captures(loop.unet)
         # All calls but the first, which compiles.
         assert (len(captured.shapes), captured.replays, captured.uncaptured) == (1, 2 * 3 - 1, {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("input", [LOOP, "pipeline-3x8x8"])
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_model_is_compiled_and_the_loop_is_not(impl: str, input: str, monkeypatch: pytest.MonkeyPatch):
-    counter = CompileCounter()
-    monkeypatch.setattr(strategies, "backend", lambda: counter)
-    asked = UNET.case(impl=impl, input=input, strategy="full")
-    prepared = workloads.prepare(asked)
-    expected = call(prepared)
-    compiled = strategies.apply(asked, prepared)
-    assert compiled is prepared.model
-    assert all(error(call(prepared), expected) < 1e-5 for _ in range(2)) and counter.frame_count == 1
 
 
 @pytest.mark.slow

@@ -184,9 +184,7 @@ STOPPED = failure("interrupted", "stopped", impl="upstream")
         ([row(), STOPPED], {}, "measure it to its end with --resume"),
     ],
 )
-def test_rows_of_code_that_nobody_has_and_of_a_stopped_race_are_refused_whole(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Result], environment: dict[str, object], said: str
-) -> None:
+def test_rows_of_code_nobody_has_and_of_a_stopped_race_are_refused_whole(tmp_path, capsys, rows, environment, said):
     run = write(tmp_path / "run.jsonl", rows, {**ENVIRONMENT, **environment})
     assert promoting([str(run), "--results", str(tmp_path / "results")]) == 2 and said in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
@@ -274,9 +272,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(tmp_path / "allowed", race(), race({"zoo full": 1.2}), "--max-regression", "30%") == 0
 
 
-def test_noise_that_hides_a_regression_has_its_own_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_noise_that_hides_a_regression_has_its_own_exit_code(tmp_path, capsys):
     loud = race({"zoo full": 1.1, "zoo eager (A/A)": 1.5})
     assert _run(tmp_path / "hidden", race(), loud) == compare.NOISY == 4
     words = " ".join(capsys.readouterr().out.split())

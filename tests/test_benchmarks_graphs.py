@@ -134,9 +134,7 @@ def test_real_reddit(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writ")
 @pytest.mark.parametrize(("name", "folder"), [("arxiv", "ogbn_arxiv"), ("products", "ogbn_products")])
-def test_real_graphs_of_ogb_have_both_directions(
-    tmp_path: Path, name: str, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_real_graphs_of_ogb_have_both_directions(tmp_path, name, folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "outdated", None)  # by which OGB would ask the index for its newest version
     write_ogb(tmp_path, folder, year=name == "arxiv")
     graph = graphs.load(name, data_root=str(tmp_path))

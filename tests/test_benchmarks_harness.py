@@ -68,10 +68,8 @@ def start(*runners: Runner, device: str = "cpu") -> list[ArmRun]:
     return arms
 
 
-def go(
-    arms: list[ArmRun], rounds: int = 20, seed: int = 0, first_round: int = 0, monitor: Monitor | None = None
-) -> None:
-    race(arms, rounds=rounds, first_round=first_round, seed=seed, monitor=monitor or Monitor())
+def go(arms: list[ArmRun], **options: Any) -> None:
+    race(arms, **{"rounds": 20, "first_round": 0, "seed": 0, "monitor": Monitor(), **options})
 
 
 def test_every_arm_works_once_a_round_in_an_order_that_changes_and_is_the_seeds():
@@ -233,9 +231,7 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rounds", "status"), [(5, "ok"), (3, "interrupted")])
-def test_an_arm_that_was_through_enough_rounds_outlives_an_interruption(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, rounds: int, status: str
-):
+def test_an_arm_that_was_through_enough_rounds_outlives_an_interruption(settings, monkeypatch, rounds, status):
     real, case = benchmarks.harness.race, EAGER
     monkeypatch.setattr(benchmarks.harness, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
     monkeypatch.setattr(ArmRun, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
@@ -278,14 +274,7 @@ ZOO, EAGER_ZOO, THEIRS, EAGER_THEIRS = "zoo regional", "zoo eager", "upstream re
         (0, 20, 80, [[ZOO, EAGER_ZOO], [EAGER_THEIRS], [THEIRS]]),
     ],
 )
-def test_arms_that_do_not_fit_together_race_in_groups(
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    with_reference: int,
-    zoo: int,
-    upstream: int,
-    expected: list[list[str]],
-):
+def test_arms_that_do_not_fit_together_race_in_groups(settings, monkeypatch, with_reference, zoo, upstream, expected):
     def needs(case: Case, reference: bool) -> int:
         return (reference and with_reference) or (zoo if case.impl == "zoo" else upstream)
 

@@ -42,9 +42,7 @@ def docs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_report_of_committed_rows_does_not_land_among_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_committed_rows_does_not_land_among_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(show, "ROOT", tmp_path)
     write(tmp_path / "results" / "h200" / "rows.jsonl", race())

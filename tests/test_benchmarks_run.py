@@ -124,9 +124,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
         ("--device", "cuda", "--strategy", "full+dynamic", "--mode", "max-autotune-no-cudagraphs"),
     ],
 )
-def test_a_rows_command_measures_that_row_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
-):
+def test_a_rows_command_measures_that_row_and_no_other(monkeypatch, tmp_path, options):
     plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
     settings = settings_in(tmp_path)
     for case in plan.cases:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.blocks import MODES, Block, Disabled, Dropping, IndexedBlock, Sequence, Stack, declared, graphs_of
+from tests.blocks import MODES, Block, Disabled, Dropping, IndexedBlock, Sequence, Stack, Wired, declared, graphs_of
 from zoo import BudgetError, Region
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import GRAPH_LOG
@@ -134,20 +134,10 @@ def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkey
         seen.clear()
 
 
-class Breaking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return self.linear(x)
-
-
 def test_code_that_was_compiled_with_breaks_serves_no_model_that_allows_none() -> None:
     x = torch.randn(2, 4)
-    zoo.compile_regions(Sequence(Breaking(), Breaking()), regions=[Breaking], fullgraph=False)(x)
-    model = zoo.compile_regions(Sequence(Breaking(), Breaking()), regions=[Breaking])
+    zoo.compile_regions(Sequence(BreakingBlock(4), BreakingBlock(4)), regions=[BreakingBlock], fullgraph=False)(x)
+    model = zoo.compile_regions(Sequence(BreakingBlock(4), BreakingBlock(4)), regions=[BreakingBlock])
     with pytest.raises(zoo.RegionError, match="cannot be compiled as one graph"):
         model(x)
 
@@ -241,11 +231,7 @@ class Linked:
     later: int = dataclasses.field(init=False)
 
 
-class Unpacking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Unpacking(Wired):
     def forward(self, given: Linked) -> torch.Tensor:
         return self.linear(given.x)
 
@@ -397,13 +383,10 @@ def test_a_block_that_was_taken_out_is_named() -> None:
         pass
 
 
-class Scaled(nn.Module):
+class Scaled(Wired):
     """Reads a private attribute, which is not part of its signature: changing it is a recompile."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self._scale = 1
+    _scale = 1
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self._scale
@@ -420,11 +403,7 @@ def test_a_recompile_before_the_block_is_not_blamed_on_it() -> None:
 
 
 def test_warm_up_counts_its_own_models_graphs_alone() -> None:
-    class TeacherBlock(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class TeacherBlock(Wired):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x).tanh()
 

@@ -6,16 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bert_reference as bert
-import llm_reference as llm
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import transformers
-import unet_reference as unet
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import SlicedAttnProcessor
-from fuzzing import Results, backward, compare, randomize
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchvision.models.quantization import resnet18 as quantizable
@@ -23,6 +19,10 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
+from tests import bert_reference as bert
+from tests import llm_reference as llm
+from tests import unet_reference as unet
+from tests.fuzzing import Results, backward, compare, randomize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
 Make = Callable[[], nn.Module]

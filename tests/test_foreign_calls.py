@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import Block, Sequence, graphs_of
 from torch import Tensor, nn
 
 import zoo
 from benchmarks.conformance import MODELS
+from tests.blocks import Block, Sequence, Wired, graphs_of, same_gradients
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import GRAPH_LOG
 
@@ -131,8 +131,7 @@ def test_sizes_that_vary_in_training_are_a_graph_for_views_and_others_alike(bloc
             x = torch.randn(rows, 4)
             for each in (model, reference):
                 each(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+    same_gradients(model, reference, rtol=1e-4, atol=1e-4)
     assert sum(graphs_of(model).values()) == 2
 
 
@@ -148,10 +147,9 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
     assert sum(graphs_of(model).values()) == needed
 
 
-class Rated(nn.Module):
+class Rated(Wired):
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,8 +168,7 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
         torch.manual_seed(0)
         with held:
             each(x).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    same_gradients(model, reference)
     assert sum(graphs_of(model).values()) == expected  # a rate of zero is code of its own
     model.blocks[3].rate = 0.9
     reference.blocks[3].rate = 0.9
@@ -234,12 +231,11 @@ def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> 
     assert graphs_of(model) == {"Bounded": 1 if backend == "eager" else 3}
 
 
-class Dropped(nn.Module):
+class Dropped(Wired):
     def __init__(self, rate: float) -> None:
         super().__init__()
         from torchvision.ops import StochasticDepth
 
-        self.linear = nn.Linear(4, 4)
         self.depth = StochasticDepth(rate, "row")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -319,14 +315,12 @@ class Cache:
         self.seen: dict[int, bool] = {}
 
 
-class Picking(nn.Module):
+class Picking(Wired):
     """Reads and writes what is its own in the cache, and branches on its place where asked to."""
 
     def __init__(self, place: int, branch: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.place = place
-        self.branch = branch
+        self.place, self.branch = place, branch
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         own = cache.tables[self.place]
@@ -338,20 +332,9 @@ class Picking(nn.Module):
         return y + cache.tables[-1].held.mean() + len(cache.tables)
 
 
-class PickingModel(nn.Module):
-    def __init__(self, branch: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Picking(place, branch) for place in range(5))
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        for block in self.blocks:
-            x = block(x, cache)
-        return x
-
-
 @pytest.mark.parametrize(("branch", "expected"), [(False, 2 + 2), (True, 2 + 3)])
 def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None:
-    model = PickingModel(branch)
+    model = Sequence(*(Picking(place, branch) for place in range(5)))
     reference = copy.deepcopy(model)
     compiled(model)
     caches = Cache(), Cache()
@@ -385,21 +368,10 @@ class Placed(Block):
         return y
 
 
-class Placing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(map(Placed, range(4)))
-
-    def forward(self, x: Tensor, held: Any, how: str) -> Tensor:
-        for block in self.blocks:
-            x = block(x, held, how)
-        return x
-
-
 @pytest.mark.parametrize(("how", "needed"), [("reads", 1), ("writes", 1), ("writes first", 1), ("writes a list", 4)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(how: str, needed: int, backend: str):
-    model, x = Placing().eval(), torch.randn(4, 4)
+    model, x = Sequence(*map(Placed, range(4))).eval(), torch.randn(4, 4)
     whole = torch.arange(64.0).view(4, 4, 4)
 
     def held() -> Any:
@@ -436,12 +408,11 @@ def test_a_buffer_that_grows_is_a_graph_a_size_and_no_violation() -> None:
         assert graphs_of(model) == {"Growing": graphs}
 
 
-class Formatting(nn.Module):
+class Formatting(Wired):
     """Takes its place as text, which no symbol can be."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.place = place
         self.scale_0, self.scale_1, self.scale_2 = 1.0, 2.0, 3.0
 
@@ -490,11 +461,7 @@ def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
     assert sum(graphs_of(model).values()) == 3
 
 
-class Printing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Printing(Wired):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         return x if x.sum().item() > 1e6 else x.relu()
@@ -617,14 +584,11 @@ def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
         torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
 
 
-class Strict(nn.Module):
+class Strict(Wired):
+    scale = 2.0
+
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scale = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.scale
@@ -771,12 +735,8 @@ def test_all_blocks_are_regions_where_some_are_sharded() -> None:
     assert [found.modules for found in report.regions] == [("blocks.1", "blocks.2")] and not report.obstacles
 
 
-class Masked(nn.Module):
+class Masked(Wired):
     """Leaves out self-loops and adds one to each node, as graph convolutions do: how many edges depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         loops = torch.arange(x.shape[0]).repeat(2, 1)
@@ -793,9 +753,5 @@ def test_sizes_that_depend_on_data_train() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         zoo.compile_regions(model)
         for each in (model, reference):
-            out = x
-            for block in each.blocks:
-                out = block(out, edges)
-            out.square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+            each(x, edges).square().sum().backward()
+    same_gradients(model, reference, rtol=1e-4, atol=1e-4)

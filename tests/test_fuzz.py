@@ -9,19 +9,31 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 import transformers
-from bert_reference import NAMES
 from diffusers import UNet2DConditionModel
-from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_reference import exact_norms
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
-from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
 import zoo
+from tests.bert_reference import NAMES
+from tests.fuzzing import (
+    Results,
+    backward,
+    compare,
+    convert,
+    dtypes,
+    fuzz,
+    one_of,
+    randomize,
+    rarely,
+    round_trips,
+    seeds,
+)
 from tests.gnn_reference import edges_of
+from tests.llm_reference import exact_norms
+from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.bert import pack, unpack
 from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
 from zoo.training import TrainingStep

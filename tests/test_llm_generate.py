@@ -91,10 +91,14 @@ def test_tensors_and_lists_are_the_same_prompts(model: LLM) -> None:
         torch.testing.assert_close(model.generate(tokens, max_new_tokens=4), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("buckets", [(4,), (1, 3, 64), (128,)])
-def test_buckets_do_not_change_the_answer(model: LLM, buckets: tuple[int, ...]) -> None:
-    expected = model.generate(PROMPTS, max_new_tokens=6)
-    torch.testing.assert_close(model.generate(PROMPTS, max_new_tokens=6, buckets=buckets), expected, rtol=0, atol=0)
+GREEDY = ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6})
+SAME = [*({"buckets": each} for each in ((4,), (1, 3, 64), (128,))), *({**each, "seed": 3} for each in GREEDY)]
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
+def test_what_does_not_change_the_answer(model: LLM, options: dict[str, Any]) -> None:
+    expected = model.generate(PROMPTS, max_new_tokens=8)
+    torch.testing.assert_close(model.generate(PROMPTS, max_new_tokens=8, **options), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -170,13 +174,6 @@ def test_draws_follow_the_seed_and_leave_the_global_state_alone(model: LLM) -> N
     torch.set_rng_state(before)
     assert not torch.equal(model.generate(PROMPTS, **settings), model.generate(PROMPTS, **settings))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_nearly_zero_temperature_and_one_token_are_greedy(model: LLM) -> None:
-    expected = model.generate(PROMPTS, max_new_tokens=8)
-    for settings in ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}):
-        got = model.generate(PROMPTS, max_new_tokens=8, seed=3, **settings)
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def draws(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, count: int = 20000) -> torch.Tensor:

@@ -26,12 +26,12 @@ from tests.blocks import (
     Sequence,
     Stack,
     StoringBlock,
+    Wired,
     declared,
     graphs_of,
     nested,
 )
 from zoo import Region
-from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.signature import mode
 
 
@@ -169,10 +169,9 @@ def test_a_scripted_module_is_torchs() -> None:
     assert [found.name for found in zoo.find_regions(model).regions] == ["Block"]
 
 
-class Counting(nn.Module):
+class Counting(Wired):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("last", None)
 
@@ -204,19 +203,15 @@ class Mlp(nn.Module):
         return self.layers(x).relu()
 
 
-class Tower(nn.Module):
+class Tower(Sequence):
     """A stack: its copies are no regions, its blocks are."""
 
     def __init__(self, depth: int) -> None:
-        super().__init__()
+        super().__init__(*(Mlp() for _ in range(depth)))
         self.stem = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(self.stem(x))
 
 
 def test_equal_towers_are_cut_into_their_blocks() -> None:
@@ -297,15 +292,13 @@ def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str
             assert {found.name: found.graphs_needed for found in report.regions} == REGIONS[name], str(report)
             assert not report.declared and not report.obstacles, str(report)
         zoo.compile_regions(model, backend="eager")
-        first = len(GRAPH_LOG.entries)
         torch.testing.assert_close(first_tensor(model(**inputs)), expected)
-        assert sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == report.graphs_needed
+        assert sum(graphs_of(model).values()) == report.graphs_needed
 
 
-class Holding(nn.Module):
+class Holding(Wired):
     def __init__(self, held: Any = None) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.held = held(self) if callable(held) else held
 
     def double(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,31 +315,9 @@ def scaling(scale: float) -> Callable[[nn.Module], Callable[[torch.Tensor], torc
     return lambda _: lambda x: x * scale
 
 
-@pytest.mark.parametrize(
-    ("held", "said", "needed"),
-    [
-        pytest.param(lambda _: scaling(2.0), "1", 1, id="lambdas"),
-        pytest.param(lambda index: scaling(float(index)), "3", 3, id="lambdas that close over a value of their own"),
-        pytest.param(lambda _: lambda block: block.double, "1", 1, id="bound methods"),
-        pytest.param(lambda _: {"scale": 2.0}, "1", 1, id="dicts"),
-        pytest.param(lambda index: {"scale": float(index)}, "at least 1", 3, id="dicts that differ"),
-        pytest.param(lambda _: SimpleNamespace(scale=2.0), "1", 1, id="objects"),
-        pytest.param(lambda index: SimpleNamespace(scale=float(index)), "at least 1", 3, id="objects that differ"),
-        pytest.param(lambda _: lambda _: partial(torch.mul, other=2.0), "1", 1, id="partial functions"),
-    ],
-)
-def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(held, said, needed):
-    model, x = Sequence(*(Holding(held(index)) for index in range(3))).eval(), torch.randn(2, 4)
-    assert zoo.find_regions(model, [Holding]).graphs == said
-    assert zoo.find_regions(model, [Holding], kwargs={"x": x}).graphs == said
-    zoo.compile_regions(model, regions=[Holding], backend="eager")
-    first = len(GRAPH_LOG.entries)
-    with torch.no_grad():
-        model(x)
-    assert sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == needed
-
-
 class Computing(Block):
+    """Computes something from its index."""
+
     def __init__(self, index: int, compute: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
         super().__init__(4)
         self.index = index
@@ -356,32 +327,41 @@ class Computing(Block):
         return self.compute(super().forward(x), self.index)
 
 
-@pytest.mark.parametrize(
-    ("compute", "said", "needed"),
-    [
-        pytest.param(lambda x, index: x * index + index // 2, "1", 1, id="ints"),
-        pytest.param(lambda x, index: nn.functional.dropout(x, index / 10), "at least 1", 4, id="a rate"),
-        pytest.param(lambda x, index: x * (0.5 * index), "at least 1", 1, id="a scale"),
-        pytest.param(lambda x, index: x.neg() if index < 2 else x, "at least 1", 2, id="a branch"),
-    ],
-)
-def test_a_prediction_is_a_lower_bound_where_floats_or_branches_come_of_an_index(compute, said, needed):
-    model, x = Sequence(*(Computing(index, compute) for index in range(4))).eval(), torch.randn(2, 4)
-    assert zoo.find_regions(model, args=(x,)).graphs == said
-    zoo.compile_regions(model, backend="eager")
+def computing(compute: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[int], nn.Module]:
+    return lambda index: Computing(index, compute)
+
+
+# A block by its index, the prediction for four of them, and the graphs that they need.
+PREDICTIONS: dict[str, tuple[Callable[[int], nn.Module], str, int]] = {
+    "lambdas": (lambda _: Holding(scaling(2.0)), "1", 1),
+    "lambdas that close over a value of their own": (lambda index: Holding(scaling(float(index))), "4", 4),
+    "bound methods": (lambda _: Holding(lambda block: block.double), "1", 1),
+    "dicts": (lambda _: Holding({"scale": 2.0}), "1", 1),
+    "dicts that differ": (lambda index: Holding({"scale": float(index)}), "at least 1", 4),
+    "objects": (lambda _: Holding(SimpleNamespace(scale=2.0)), "1", 1),
+    "objects that differ": (lambda index: Holding(SimpleNamespace(scale=float(index))), "at least 1", 4),
+    "partial functions": (lambda _: Holding(lambda _: partial(torch.mul, other=2.0)), "1", 1),
+    "ints": (computing(lambda x, index: x * index + index // 2), "1", 1),
+    "a rate": (computing(lambda x, index: nn.functional.dropout(x, index / 10)), "at least 1", 4),
+    "a scale": (computing(lambda x, index: x * (0.5 * index)), "at least 1", 1),
+    "a branch": (computing(lambda x, index: x.neg() if index < 2 else x), "at least 1", 2),
+    "floats of numpy": (lambda index: IndexedBlock(4, np.float64(index)), "at least 1", 1),
+    "integers of numpy": (lambda index: IndexedBlock(4, np.int64(index)), "1", 1),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(name: str) -> None:
+    make, said, needed = PREDICTIONS[name]
+    model, x = Sequence(*map(make, range(4))).eval(), torch.randn(2, 4)
+    regions = [type(model.blocks[0])]
+    # What a block computes by its index only a call shows.
+    for given in (None, {"x": x}) if regions == [Holding] else ({"x": x},):
+        assert zoo.find_regions(model, regions, kwargs=given).graphs == said
+    zoo.compile_regions(model, regions=regions, backend="eager")
     with torch.no_grad():
         model(x)
     assert sum(graphs_of(model).values()) == needed
-
-
-@pytest.mark.parametrize("kind", [np.float64, np.int64])
-def test_numbers_of_numpy_are_one_graph_and_no_prediction_says_more(kind: type) -> None:
-    model, x = Sequence(*(IndexedBlock(4, kind(index)) for index in range(4))).eval(), torch.randn(2, 4)
-    assert zoo.find_regions(model, args=(x,)).graphs_needed == 1
-    zoo.compile_regions(model, backend="eager")
-    with torch.no_grad():
-        model(x)
-    assert graphs_of(model) == {"IndexedBlock": 1}
 
 
 def test_predictions_in_training_know_what_requires_a_gradient() -> None:
@@ -390,10 +370,9 @@ def test_predictions_in_training_know_what_requires_a_gradient() -> None:
     model.blocks[1].requires_grad_(False)
     report = zoo.find_regions(model, [Block], kwargs={"x": x})
     zoo.compile_regions(model, regions=[Block], backend="eager")
-    first = len(GRAPH_LOG.entries)
     model(x).sum().backward()
     # Frozen blocks, the first that is trained, and those whose input requires a gradient.
-    assert report.graphs_needed == sum(entry.graphs for entry in GRAPH_LOG.entries[first:]) == 3
+    assert report.graphs_needed == sum(graphs_of(model).values()) == 3
 
 
 class Place(enum.IntEnum):
@@ -411,15 +390,13 @@ def test_a_block_with_a_hook_is_compiled_apart() -> None:
         torch.testing.assert_close(model(x), expected)
 
 
-class Refining(nn.Module):
+class Refining(Sequence):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
         self.core = Core()
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        x = super().forward(x)
         for _ in range(5):
             x = self.core(x)
         return x

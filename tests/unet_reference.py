@@ -6,6 +6,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from tests.fuzzing import randomize
+
 SIZES: dict[str, Any] = {
     "sample_size": 16, "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "attention_head_dim": 2,
@@ -58,17 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, **options: Any) -> Any:
-    """In eval mode. Biases and norms are drawn too: at zero and one a forgotten one would not show."""
-    module = UNet2DConditionModel(**{**SIZES, **CASES[case], **options})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.2 * drawn + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
-            else:
-                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
-    return module.eval()
+    return randomize(UNet2DConditionModel(**{**SIZES, **CASES[case], **options}), 0).eval()
 
 
 def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, tokens: int = 7) -> dict[str, Any]:
