@@ -13,12 +13,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 40, "type_vocab_size": 2,
 }  # fmt: skip
 NAMES = {
-    "pooled": "Model",
-    "masked-lm": "ForMaskedLM",
-    "sequence-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-}
+    "pooled": "Model", "masked-lm": "ForMaskedLM", "sequence-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification", "question-answering": "ForQuestionAnswering",
+}  # fmt: skip
 KINDS = ("bert", "roberta")
 CASES = [(kind, head) for kind in KINDS for head in NAMES]
 

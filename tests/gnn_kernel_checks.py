@@ -252,11 +252,8 @@ def test_sums_with_features_of_the_rows_themselves(dtype, rows, size, monkeypatc
     )
     agree(
         lambda table, bias: mean_neighbours(table, graph, own="add", bias=bias, channels=7),
-        lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias,
-        table,
-        values(7, dtype=dtype),
-        factor=4,
-    )
+        lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias, table, values(7, dtype=dtype), factor=4,
+    )  # fmt: skip
     with torch.no_grad():
         table[0, 0] = float("nan")
         summed = functools.partial(mean_neighbours, table, graph, own="add", bias=values(7, dtype=dtype), channels=7)

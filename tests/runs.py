@@ -52,13 +52,9 @@ def rows_of(
     """The rows of one race by arm; also in ``rows``, for races that do not end."""
     found: dict[str, Result] = {} if rows is None else rows
     run_race(
-        cases,
-        settings,
-        notes or Notes(),
-        lambda result: found.update({result.case.arm: result}),
-        memory_bytes=memory_bytes,
-        peaks=PEAKS,
-    )
+        cases, settings, notes or Notes(), lambda result: found.update({result.case.arm: result}),
+        memory_bytes=memory_bytes, peaks=PEAKS,
+    )  # fmt: skip
     return found
 
 

@@ -454,9 +454,7 @@ def test_large_models_have_a_reference_in_float32():
     single = unet_arms.reference_output(config, weights, prepared.inputs, torch.float32)
     assert single.dtype == torch.float32
     assert 0 < error(single, prepared.reference()) < 1e-5
-
-
-def test_the_reference_turns_off_tf32_and_puts_it_back():
+    # In which TF32 is off, and put back.
     before = torch.backends.cudnn.conv.fp32_precision
     with unet_arms.in_full_float32():
         assert torch.backends.cudnn.conv.fp32_precision != "tf32" and not torch.backends.cudnn.allow_tf32

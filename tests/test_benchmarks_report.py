@@ -92,19 +92,16 @@ def test_a_broken_block_changes_no_file(tmp_path: Path, docs: Path, capsys: pyte
         (["--check", "{here}/none.md"], "does not exist; give Markdown"),
         (["--check", "{here}"], "holds no Markdown; give *.md files"),
         (["--update", "{here}"], "holds no Markdown; give *.md files"),
+        (["{here}/run"], "report.html"),  # which cannot be written
     ],
 )
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    if arguments == ["{here}/run"]:
+        write(tmp_path / "run" / "rows.jsonl", race())
+        (tmp_path / "run" / "report.html").mkdir()
     assert reporting([word.format(here=tmp_path) for word in arguments]) == 2
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.count("\n") == 1
-
-
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "run" / "rows.jsonl", race())
-    (tmp_path / "run" / "report.html").mkdir()
-    assert reporting([str(tmp_path / "run")]) == 2
-    assert (said := capsys.readouterr().err).count("\n") == 1 and "report.html" in said
 
 
 VOID = {"meta", "input", "br", "img"}
@@ -377,9 +374,6 @@ def test_terminal_names_failures_bests_and_noise() -> None:
     assert "Best upstream tuned: upstream-tuned full + CUDA graph, 0.0534 ms." in text
     assert re.search(r"A/A noise 0\.\d+ % \(zoo eager against its copy\)", text)
     assert "eager's own is 1.9e-07" in text
-
-
-def test_terminal_of_odd_rows() -> None:
     assert "No rows." in _printed([], 80)
     assert "crashed: signal 11" in _printed([failure("crashed", "signal 11")], 80)
     started_only = row(1.0, strategy="regional", cold=2.0, graphs=1)
@@ -462,21 +456,18 @@ def _rewritten(text: str) -> str:
     return rewrite(text, lambda spec: f"table of {spec.kind}", lambda spec: f"value of {spec.kind}")
 
 
-def test_blocks_are_replaced_and_the_rest_is_kept() -> None:
+def test_blocks_are_replaced_and_the_rest_and_markers_in_code_are_kept() -> None:
     text = "a\n<!-- table: race x=1 -->\nold\n\nolder\n<!-- end table -->\nb <!-- value: p50 -->3<!-- end --> c\n"
     once = _rewritten(text)
     assert once == (
         "a\n<!-- table: race x=1 -->\n\ntable of race\n\n<!-- end table -->\n"
         "b <!-- value: p50 -->value of p50<!-- end --> c\n"
     )
-    assert _rewritten(once) == once
-
-
-def test_markers_in_code_are_left_alone() -> None:
-    text = (
+    code = (
         "```md\n<!-- table: race -->\n<!-- value: x -->\n```\n~~~~\n<!-- end table -->\n~~~\n~~~~\n`<!-- value: x -->`"
     )
-    assert _rewritten(text) == text
+    for unchanged in (once, code):
+        assert _rewritten(unchanged) == unchanged
 
 
 @pytest.mark.parametrize(
@@ -528,16 +519,13 @@ def outcomes(one: Part, *results: Result) -> list[str]:
     return [place.outcome + f" {place.why}".rstrip() for place in places(one, races_of(*results))]
 
 
-def test_what_does_not_run_fails_and_what_was_not_run_says_nothing() -> None:
+def test_what_does_not_run_or_has_a_wrong_output_fails_and_what_was_not_run_says_nothing() -> None:
     eager = row(impl="upstream", strategy="eager")
     crash = failure("crashed", "misaligned address", impl="upstream", strategy="full")
     assert outcomes(part("at least 1.0"), eager, crash) == ["fails upstream full: crashed"]
     too_large = failure("does-not-fit", "needs 200 GiB", impl="upstream", strategy="full")
     assert outcomes(part("at least 1.0"), eager, too_large) == outcomes(part("at least 1.0"), eager) == []
     assert outcomes(part("at least 1.0"), *pair(1.5, input="arxiv"), *pair(1.5, model="gat")) == []
-
-
-def test_a_wrong_output_is_no_gain() -> None:
     eager, full, twin = pair(2.0)
     full.check = Check(error=0.5, eager_error=1e-7, reference_dtype="float64")
     assert outcomes(part("at least 1.0"), eager, full, twin) == ["fails upstream full: its output is wrong"]

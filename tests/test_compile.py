@@ -25,14 +25,21 @@ def compiled(model: nn.Module, **kwargs: object) -> nn.Module:
     return zoo.compile_regions(model, backend=kwargs.pop("backend", "eager"), **kwargs)
 
 
-def test_uncompile_restores_eager() -> None:
+def test_uncompile_restores_eager_also_of_a_model_inside_and_of_one_that_lost_a_block() -> None:
     model = compiled(Stack())
     model(torch.randn(2, 4))
     assert zoo.uncompile(model) is model
     assert plan_of(model) is None and all(m._compiled_call_impl is None for m in model.modules())
-    before = len(zoo.engine.graph_log.GRAPH_LOG.entries)
+    before = len(GRAPH_LOG.entries)
     model(torch.randn(7, 4))
-    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == before
+    assert len(GRAPH_LOG.entries) == before
+    zoo.uncompile(nn.Sequential(compiled(model)))
+    assert plan_of(model) is None
+    with pytest.raises(ValueError, match="has no compiled regions"):
+        zoo.warm_up(model, x=torch.randn(2, 4))
+    lost = compiled(model).blocks.pop(2)
+    assert all(module._compiled_call_impl is None for module in zoo.uncompile(model).modules())
+    assert lost not in GRAPH_LOG._watched
     compiled(model)  # and it can be compiled again
 
 
@@ -100,9 +107,9 @@ def test_warm_up_in_training_compiles_the_backward_and_leaves_state_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
     assert all(p.grad is None for p in model.parameters())
-    entries = len(zoo.engine.graph_log.GRAPH_LOG.entries)
+    entries = len(GRAPH_LOG.entries)
     model(x).sum().backward()
-    assert len(zoo.engine.graph_log.GRAPH_LOG.entries) == entries, "the backward was compiled by warm_up"
+    assert len(GRAPH_LOG.entries) == entries, "the backward was compiled by warm_up"
 
 
 def test_a_regions_own_options_reach_inductor_and_the_callers_options_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,23 +194,6 @@ def test_a_refusal_leaves_nothing_compiled() -> None:
         zoo.compile_regions(model)
     assert not any(module._compiled_call_impl for module in model.modules())
     zoo.compile_regions(model, exclude=[Dropping], backend="eager")
-
-
-def test_uncompile_of_a_model_around_it_undoes_the_model_inside() -> None:
-    model = compiled(Stack())
-    zoo.uncompile(nn.Sequential(model))
-    assert plan_of(model) is None
-    with pytest.raises(ValueError, match="has no compiled regions"):
-        zoo.warm_up(model, x=torch.randn(2, 4))
-    compiled(model)
-
-
-def test_uncompile_of_a_model_that_lost_a_block() -> None:
-    model = compiled(Stack())
-    lost = model.blocks.pop(2)
-    assert all(module._compiled_call_impl is None for module in zoo.uncompile(model).modules())
-    assert lost not in GRAPH_LOG._watched
-    compiled(model)
 
 
 @dataclasses.dataclass

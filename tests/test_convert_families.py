@@ -498,12 +498,9 @@ def test_a_model_without_memory_converts() -> None:
 
 
 NAMES = [
-    "IMAGENET1K_V1",
-    "DEFAULT",
-    "ResNet18_Weights.IMAGENET1K_V1",
-    "ResNet18_Weights.DEFAULT",
+    "IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1", "ResNet18_Weights.DEFAULT",
     models.ResNet18_Weights.IMAGENET1K_V1,
-]
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -124,14 +124,9 @@ def commands() -> dict[str, set[tuple[str, str]]]:
 
 @functools.cache
 def options_of(module: str) -> frozenset[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment, command = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}, [sys.executable, "-m", module, "--help"]
+    environment = os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return frozenset(re.findall(r"--[a-z][\w-]*", done.stdout))
 
@@ -143,29 +138,16 @@ def test_options_in_commands_exist(module: str) -> None:
     assert not wrong, f"{module} has no such options: {wrong}"
 
 
-def test_the_table_of_options_is_complete() -> None:
+def test_options_values_and_fields_of_a_row_are_documented() -> None:
     text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
-
-
-def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    listed = {
-        name
-        for line in text.splitlines()
-        if line.startswith("| `value: ")
-        for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
-    }
+    lines = [line for line in text.splitlines() if line.startswith("| `value: ")]
+    listed = {name for line in lines for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])}
     assert {name.removeprefix("value: ") for name in listed} == docs.VALUES.keys()
-
-
-def test_every_field_of_a_row_is_documented() -> None:
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     sections = [record.Result, record.Compile, record.Steady, record.Memory, record.Check, record.Work, record.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
-    missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
-    assert not missing
+    assert not [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
     assert all(f"`{status}`" in text for status in record.STATUSES)
 
 
@@ -245,9 +227,12 @@ def thing(name: str) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
-    missing, bare = [], []
-    for name in sorted(set(DOTTED.findall(page.read_text("utf-8")))):
+def test_files_and_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
+    text, missing, bare = page.read_text("utf-8"), [], []
+    made = re.findall(r'title="([^"]+)"', text)
+    named = re.findall(r"`((?:zoo|benchmarks|tests|docs|examples)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists() and name not in made] == []
+    for name in sorted(set(DOTTED.findall(text))):
         if page.stem == "adding-a-family" and name.startswith("zoo.mlp"):
             continue  # the family that is added
         try:
@@ -349,10 +334,3 @@ def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
     assert sorted(slower) == sorted(
         page.stem for page in (ROOT / "docs/patterns").glob("*.md") if said in page.read_text(encoding="utf-8")
     )
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
-    named = re.findall(r"`((?:zoo|benchmarks|tests|docs|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))
-    made = re.findall(r'title="([^"]+)"', page.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists() and name not in made] == []

@@ -25,6 +25,17 @@ def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
     return zoo.compile_regions(model, **{"backend": "eager", **kwargs})
 
 
+def as_uncompiled(model: nn.Module, *given: Any, graphs: dict[str, int], times: int = 2, **options: Any) -> None:
+    """Compiled, a model computes what it did, call by call, with so many graphs and within its budget."""
+    with torch.no_grad():
+        expected = model(*given)
+        compiled(model, **options)
+        with zoo.enforce_budget(model):
+            for _ in range(times):
+                torch.testing.assert_close(model(*given), expected)
+    assert graphs_of(model) == graphs
+
+
 def foreign(name: str) -> nn.Module:
     return MODELS[f"transformers {name}"].make().eval()
 
@@ -202,13 +213,8 @@ class Numbering(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_numbers_that_a_model_gives_its_blocks_are_symbols_but_sizes_are_not(rows, said, symbols, backend):
     model, x = Numbering(rows).eval(), torch.randn(4, 4)
-    expected = model(x)
     assert zoo.find_regions(model, args=(x,)).graphs == said
-    compiled(model, backend=backend)
-    with torch.no_grad(), zoo.enforce_budget(model):
-        for _ in range(2):
-            torch.testing.assert_close(model(x), expected)
-    assert graphs_of(model) == {"Numbered": 2}  # the first block's numbers are constants
+    as_uncompiled(model, x, graphs={"Numbered": 2}, backend=backend)  # the first block's numbers are constants
     assert set().union(*(entry.varied for entry in GRAPH_LOG.of(plan_of(model).log_id))) == symbols
 
 
@@ -223,12 +229,8 @@ class Bounded(Rated):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> None:
     model, x = Sequence(*map(Bounded, (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
-    expected = model(x)
     assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
-    compiled(model, backend=backend)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), expected)
-    assert graphs_of(model) == {"Bounded": 1 if backend == "eager" else 3}
+    as_uncompiled(model, x, graphs={"Bounded": 1 if backend == "eager" else 3}, times=1, backend=backend)
 
 
 class Dropped(Wired):
@@ -453,12 +455,7 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
 def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
-    model, x = Sequence(*(Formatting(place) for place in range(3))), torch.randn(2, 4)
-    expected = model(x)
-    compiled(model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), expected)
-    assert sum(graphs_of(model).values()) == 3
+    as_uncompiled(Sequence(*map(Formatting, range(3))), torch.randn(2, 4), graphs={"Formatting": 3})
 
 
 class Printing(Wired):
@@ -485,17 +482,14 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
 
 class Counting(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * len(range(x.shape[0]))
+        return super().forward(x) * len(range(x.shape[0]))  # a size that is taken for a constant
 
 
-def test_a_mark_that_cannot_be_kept_is_an_error_with_the_remedy() -> None:
+def test_a_mark_that_cannot_be_kept_is_an_error_with_the_remedy_and_an_error_of_the_models_own_stays() -> None:
     model, x = compiled(Sequence(Counting(4), Counting(4))), torch.randn(2, 4)
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.raises(zoo.RegionError, match=r"blocks\.0 \(Counting\).*Constraints violated.*dynamic=False"):
         model(x)
-
-
-def test_an_error_of_the_models_own_stays() -> None:
     model = compiled(Sequence(Block(4), Block(4)))
     with pytest.raises(RuntimeError, match="mat1|size") as caught:
         model(torch.randn(2, 3))
@@ -549,16 +543,12 @@ def shared() -> nn.Module:
     return nn.Sequential(*[Block(8)] * 3)
 
 
-@pytest.mark.parametrize("make", [of_torch, sequential, Repeating, shared])
-def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module]) -> None:
-    model, x = make().eval(), torch.randn(2, 3, 8)
-    with torch.no_grad():
-        expected = model(x)
-        compiled(model, backend="aot_eager")
-        with zoo.enforce_budget(model):
-            torch.testing.assert_close(model(x), expected)
-            torch.testing.assert_close(model(x), expected)
-    assert sum(graphs_of(model).values()) == 1
+REPEATED = {of_torch: "TransformerEncoderLayer", sequential: "Sequential", Repeating: "Block", shared: "Block"}
+
+
+@pytest.mark.parametrize(("make", "name"), REPEATED.items())
+def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module], name: str) -> None:
+    as_uncompiled(make().eval(), torch.randn(2, 3, 8), graphs={name: 1}, backend="aot_eager")
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -607,20 +597,25 @@ class Named(Sequence):
 
 def test_names_that_are_the_models_own() -> None:
     model, x = Named(Strict(), Strict()).eval(), torch.randn(2, 4)
-    expected = model(x)
     assert zoo.find_regions(model, kwargs={"model": x}).graphs_needed == 1
-    compiled(model)
+    as_uncompiled(model, x, graphs={"Strict": 1})
     with torch.no_grad():
-        assert zoo.warm_up(model, model=x).graphs == 1
-        torch.testing.assert_close(model(x), expected)
+        assert zoo.warm_up(model, model=x).graphs == 0
 
 
-def test_warm_up_takes_positional_arguments_and_functions() -> None:
+class Keyed(Sequence):
+    def forward(self, args: Tensor, kwargs: Tensor) -> Tensor:
+        return super().forward(args + kwargs)
+
+
+def test_warm_up_takes_positional_arguments_functions_and_a_models_own_argument_that_is_named_args() -> None:
     model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
     with torch.no_grad():
         assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
         assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
+        keyed, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
+        assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 1
 
 
 class Scaled(Sequence):
@@ -642,17 +637,6 @@ def test_warm_up_takes_arguments_as_torch_export_does() -> None:
             with pytest.raises(zoo.RegionError) as refused:
                 zoo.warm_up(model, inputs)
             assert refused.value.__notes__[-1].endswith(remedy)
-
-
-class Keyed(Sequence):
-    def forward(self, args: Tensor, kwargs: Tensor) -> Tensor:
-        return super().forward(args + kwargs)
-
-
-def test_warm_up_gives_a_model_its_own_argument_that_is_named_args() -> None:
-    model, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
-    with torch.no_grad():
-        assert zoo.warm_up(model, args=x, kwargs=x).graphs == 1
 
 
 class Shifted(nn.Module):

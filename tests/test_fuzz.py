@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 import transformers
 from diffusers import UNet2DConditionModel
+from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,19 +19,6 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
 from tests.bert_reference import NAMES
-from tests.fuzzing import (
-    Results,
-    backward,
-    compare,
-    convert,
-    dtypes,
-    fuzz,
-    one_of,
-    randomize,
-    rarely,
-    round_trips,
-    seeds,
-)
 from tests.gnn_reference import edges_of
 from tests.llm_reference import exact_norms
 from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
@@ -252,6 +240,12 @@ def test_encoders(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int,
             torch.testing.assert_close(found, expected, rtol=tight, atol=tight * float(expected.abs().max()))
 
 
+def both_refuse(theirs: nn.Module, run: Any, dtype: torch.dtype) -> None:
+    """Batch norm of one value a channel, in training."""
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run(theirs, dtype)
+
+
 GRAPH_PRESETS = {"GCN": "gcn-debug", "GAT": "gat-debug", "GraphSAGE": "graphsage-debug"}
 
 
@@ -333,12 +327,9 @@ def test_graph_models(data, made, dtype, nodes, seed, training):
         floor = 1e-3 if normed and dtype == torch.float32 else 0.0
         ours = compare(theirs, run, dtype, floor=floor, least_gradient=1.0 if signs else 0.0)
     except ValueError:
-        # Batch norm of one row in training: both refuse.
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(theirs, dtype)
-        return
-
-    round_trips(theirs, ours, GRAPH_PRESETS[name])
+        both_refuse(theirs, run, dtype)
+    else:
+        round_trips(theirs, ours, GRAPH_PRESETS[name])
 
 
 @fuzz
@@ -467,12 +458,9 @@ def test_resnets(options, dtype, rows, sides, channels, last, training, seed):
     try:
         ours = compare(theirs, run, dtype)
     except ValueError:
-        # Batch norm of one value a channel in training: both refuse.
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(theirs, dtype)
-        return
-
-    round_trips(theirs, ours, "resnet-debug")
+        both_refuse(theirs, run, dtype)
+    else:
+        round_trips(theirs, ours, "resnet-debug")
 
 
 @st.composite

@@ -141,14 +141,11 @@ def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
         assert model(X.bfloat16(), EDGES).shape == (5, 5)
         with pytest.raises(TypeError, match=r"x is torch\.int64"):
             model(X.long(), EDGES)
-
-
-@pytest.mark.parametrize("aggr", ["mean", "max"])
-def test_autocast_takes_wider_features_than_weights(aggr: str) -> None:
-    conv = SAGEConv(12, 3, aggr=aggr, project=True).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = conv(X, EDGES)
-    torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
+    for aggr in ("mean", "max"):  # wider features than weights
+        conv = SAGEConv(12, 3, aggr=aggr, project=True).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = conv(X, EDGES)
+        torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
 
 
 every_graph = pytest.mark.parametrize("name", GRAPHS)
@@ -258,11 +255,7 @@ def test_in_place_changes_are_seen() -> None:
         after = model(x, edge_index, weight)
         assert not torch.allclose(before, after)
         torch.testing.assert_close(after, fresh(), rtol=0, atol=0)
-
-
-def test_inference_tensors_are_never_remembered_across_a_change() -> None:
-    model = zoo.create("graphsage-debug")
-    with torch.inference_mode():
+    with torch.inference_mode():  # whose tensors tell of no change, so that none is remembered
         x, edge_index = zoo.example_inputs(model).values()
         before = model(x, edge_index)
         edge_index.copy_(edge_index.flip(0))
@@ -469,7 +462,7 @@ def test_the_transpose_comes_with_gradients_and_is_built_once() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16, 63])
-def test_tables_of_long_rows_have_few_sizes(size: int) -> None:
+def test_tables_of_long_rows_have_few_sizes_and_short_rows_have_none(size: int, monkeypatch: Any) -> None:
     for seed in range(5):  # that they are right shows in the sums of gnn_kernel_checks.py
         torch.manual_seed(seed)
         rows = torch.randint(12, (200,)).clamp(min=2 * seed).sort().values
@@ -477,9 +470,6 @@ def test_tables_of_long_rows_have_few_sizes(size: int) -> None:
         tables, longest = split_rows(pointers, 200, size), int(pointers.diff().max())
         assert (tables is None) == (longest <= size)
         assert tables is None or all(len(each) & (len(each) - 1) == 0 for each in (tables.chunks, tables.rows))
-
-
-def test_short_rows_have_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
     assert random_graph().tensors.split is None
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 8)

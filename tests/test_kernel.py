@@ -207,13 +207,10 @@ def test_a_kernel_that_does_not_compile_beside_others_is_named(gpu: Gpu, monkeyp
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_families = {
-        "bert": test_bert_model.calls(),
-        "gnn": test_gnn_model.calls(),
-        "llm": test_llm_model.calls(),
-        "resnet": test_resnet_model.calls(),
-        "training": test_training_operators.calls(),
+        "bert": test_bert_model.calls(), "gnn": test_gnn_model.calls(), "llm": test_llm_model.calls(),
+        "resnet": test_resnet_model.calls(), "training": test_training_operators.calls(),
         "unet": test_unet_model.calls(),
-    }
+    }  # fmt: skip
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 
 

@@ -248,33 +248,32 @@ def test_sizes_and_dtypes_of_a_cache() -> None:
 
 def test_caches_that_do_not_fit_are_refused() -> None:
     model, other = zoo.create("llm-debug"), zoo.create("llm-debug", num_hidden_layers=2, num_key_value_heads=1)
-    with pytest.raises(ValueError, match="batch is 0"):
-        model.make_cache(0, 8)
-    with pytest.raises(ValueError, match="slots is 513, but the model has 512"):
-        model.make_cache(1, 513)
-    cache = model.make_cache(2, 8)
-    with torch.inference_mode():
-        with pytest.raises(ValueError, match="cache has 3 layers of 2 rows, .* need 3 layers of 3 rows"):
-            model(ids(3, 4), cache=cache)
-        with pytest.raises(ValueError, match="9 tokens, but the cache 8 slots"):
-            model(ids(2, 9), cache=cache)
-        with pytest.raises(ValueError, match="cache has 3 layers of 2 rows, .* need 2 layers"):
-            other(ids(2, 4), cache=cache)
-        with pytest.raises(ValueError, match="2 heads of width 16, .* 1 heads of width 16"):
-            zoo.create("llm-debug", num_key_value_heads=1)(ids(2, 4), cache=cache)
-        narrow = model.make_cache(2, 8, dtype=torch.bfloat16)
-        with pytest.raises(
-            ValueError, match=r"torch.bfloat16 on cpu, but the model and input_ids need .* torch.float32 on cpu"
-        ):
-            model(ids(2, 4), cache=narrow)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert model(ids(2, 4), cache=narrow).isfinite().all()
-            with pytest.raises(ValueError, match=r"float32 on cpu, but .*bfloat16 on cpu.*dtype=torch.bfloat16"):
-                model(ids(2, 4), cache=cache)
-        with pytest.raises(ValueError, match="attention_mask and cache"):
-            model(ids(2, 4), attention_mask=torch.ones(2, 4), cache=cache)
+    one_head = zoo.create("llm-debug", num_key_value_heads=1)
+    cache, narrow, given = model.make_cache(2, 8), model.make_cache(2, 8, dtype=torch.bfloat16), ids(2, 4)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    for call, words in (
+        (lambda: model.make_cache(0, 8), "batch is 0"),
+        (lambda: model.make_cache(1, 513), "slots is 513, but the model has 512"),
+        (lambda: model(ids(3, 4), cache=cache), "cache has 3 layers of 2 rows, .* need 3 layers of 3 rows"),
+        (lambda: model(ids(2, 9), cache=cache), "9 tokens, but the cache 8 slots"),
+        (lambda: other(given, cache=cache), "cache has 3 layers of 2 rows, .* need 2 layers"),
+        (lambda: one_head(given, cache=cache), "2 heads of width 16, .* 1 heads of width 16"),
+        (
+            lambda: model(given, cache=narrow),
+            r"torch.bfloat16 on cpu, but the model and input_ids need .* torch.float32 on cpu",
+        ),
+        (
+            lambda: autocast(model.forward)(given, cache=cache),
+            r"float32 on cpu, but .*bfloat16 on cpu.*dtype=torch.bfloat16",
+        ),
+        (lambda: model(given, attention_mask=torch.ones(2, 4), cache=cache), "attention_mask and cache"),
+    ):
+        with pytest.raises(ValueError, match=words), torch.inference_mode():
+            call()
+    with torch.inference_mode(), autocast:
+        assert model(given, cache=narrow).isfinite().all()
     with pytest.raises(ValueError, match="a cache has no gradients"):
-        model(ids(2, 4), cache=cache)
+        model(given, cache=cache)
     assert all(layer.abs().sum() == 0 for layer in cache.layers)
 
 
@@ -366,27 +365,20 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-def test_a_step_of_few_rows_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None:
-    model, x = small(2, 1)
-    positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
-    with torch.inference_mode():
-        (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
-        (head,) = traced(monkeypatch, model.head, x, model.output_weight)
-    # Functionalization puts what a kernel writes into the cache.
-    assert layer.count(KERNEL) == 6 and head.count(KERNEL) == 1
-    assert {each.partition(".")[0] for each in layer + head} <= {KERNEL, "aten"}
-
-
-def test_a_step_over_several_processes_is_kernels_alone(gpu: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_of_few_rows_is_kernels_alone(processes: int, gpu: Any, monkeypatch: Any) -> None:
     model, x = small(2, 1)
     memory = shared(32 * x.shape[-1], x.dtype)
-    for name in ("o_proj", "down_proj"):
+    for name in ("o_proj", "down_proj") if processes > 1 else ():
         layer: Any = model.layers[0].get_submodule(name)
         layer.__class__, layer.split_over, layer.is_first, layer.shared = RowLinear, None, True, memory
     positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
     with torch.inference_mode():
         (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
-    assert layer.count(KERNEL) == 6 + 2 and {each.partition(".")[0] for each in layer} <= {KERNEL, "aten"}
+        (head,) = traced(monkeypatch, model.head, x, model.output_weight)
+    # Functionalization puts what a kernel writes into the cache. Sums of two processes are kernels too.
+    assert layer.count(KERNEL) == (6 if processes == 1 else 6 + 2) and head.count(KERNEL) == 1
+    assert {each.partition(".")[0] for each in layer + head} <= {KERNEL, "aten"}
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])

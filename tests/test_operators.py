@@ -153,8 +153,6 @@ def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_chain_of_operators_compiles_in_no_time() -> None:
     """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from zoo.ops.conv import operator
-
     like = "zoo_test_compat", "(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.empty_like(x)
 
     @operator(*like)
@@ -196,6 +194,10 @@ def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: boo
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         # Never rounded to the low dtype.
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    vector = torch.randn(8).bfloat16().requires_grad_()  # a single row
+    found = torch.autograd.grad(low_linear(vector, weight, bias), [vector, weight], grad[0, 0])
+    assert found[0].shape == vector.shape
+    torch.testing.assert_close(found[1], torch.outer(grad[0, 0].float(), vector.float()))
 
 
 def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
@@ -228,15 +230,6 @@ def test_a_product_holds_what_a_gradient_needs_and_no_more(learns: str) -> None:
     # The weight is for the gradient of x, and x for that of the weight.
     needed = ([x.shape] if weight.requires_grad else []) + ([weight.shape] if x.requires_grad else [])
     assert held == 2 * needed
-
-
-def test_a_low_product_of_a_single_row_may_be_a_vector() -> None:
-    x = torch.randn(8).bfloat16().requires_grad_()
-    weight, bias = torch.randn(6, 8).requires_grad_(), torch.randn(6).requires_grad_()
-    grad = torch.randn(6).bfloat16()
-    found = torch.autograd.grad(low_linear(x, weight, bias), [x, weight, bias], grad)
-    assert found[0].shape == x.shape
-    torch.testing.assert_close(found[1:], (torch.outer(grad.float(), x.float()), grad.float()))
 
 
 def test_only_what_autocast_would_convert_is_taken_low() -> None:

@@ -5,7 +5,6 @@ import sys
 import tomllib
 import zipfile
 from email import message_from_bytes
-from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -19,24 +18,13 @@ EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     # hatchling itself, not pip: nothing is fetched, and no environment is made for the build.
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
-@pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> Message:
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    return message_from_bytes(wheel.read(name))
-
-
-def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_says_what_it_requires(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zoo").rglob("*.py")} | {"zoo/py.typed"}
     assert sources <= names and not [name for name in names if "__pycache__" in name]
@@ -44,9 +32,8 @@ def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_nothing_else(whe
     (licence,), (commands,) = ([n for n in names if n.endswith(end)] for end in ("LICENSE", "entry_points.txt"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
     assert "zoo = zoo.__main__:main" in wheel.read(commands).decode()
-
-
-def test_the_distribution_and_what_it_requires(metadata: Message) -> None:
+    (name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(wheel.read(name))
     assert metadata["Name"] == "regional-zoo"
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "BSD-3-Clause"

@@ -45,12 +45,8 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     with torch.inference_mode():
         features = model(images, stages=True)
         torch.testing.assert_close(model.head(features[-1]), model(images))
-    assert [tuple(feature.shape) for feature in features] == [
-        (2, 256, 18, 25),
-        (2, 512, 9, 13),
-        (2, 1024, 5, 7),
-        (2, 2048, 3, 4),
-    ]
+    shapes = [(2, 256, 18, 25), (2, 512, 9, 13), (2, 1024, 5, 7), (2, 2048, 3, 4)]
+    assert [tuple(feature.shape) for feature in features] == shapes
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
@@ -202,13 +198,10 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
 
 WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))
 CONFIGS: dict[str, dict[str, Any]] = {
-    "bottleneck": {},
-    "basic": {"block": "basic", "width_per_group": 64},
-    "groups": {"groups": 4, "width_per_group": 8},
-    "dilated": {"replace_stride_with_dilation": (False, True, True)},
-    "frozen": {"norm": "frozen"},
-    "eps": {"norm_eps": 0.1},
-}
+    "bottleneck": {}, "basic": {"block": "basic", "width_per_group": 64},
+    "groups": {"groups": 4, "width_per_group": 8}, "dilated": {"replace_stride_with_dilation": (False, True, True)},
+    "frozen": {"norm": "frozen"}, "eps": {"norm_eps": 0.1},
+}  # fmt: skip
 
 
 def trained(**changes: Any) -> ResNet:
@@ -271,7 +264,7 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
             torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
 
 
-def test_the_operator_of_cudnn_says_its_shapes() -> None:
+def test_the_operators_of_cudnn_and_of_the_product_say_their_shapes() -> None:
     for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
         x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
         weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
@@ -286,9 +279,6 @@ def test_the_operator_of_cudnn_says_its_shapes() -> None:
             (x, weight, torch.arange(6.0), residual, *options),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
         )
-
-
-def test_the_operator_of_the_product_says_its_shapes() -> None:
     x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
     torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
     torch.library.opcheck(

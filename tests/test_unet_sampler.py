@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,28 +82,13 @@ def pipeline(kind: str, folder: Path, name: str = "DDIMScheduler") -> Any:
 
 def images(pipe: Any, **options: Any) -> np.ndarray:
     call = {
-        "prompt": ["a cat", "a dog"],
-        "negative_prompt": ["fog", "rain"],
-        "num_inference_steps": 4,
-        "guidance_scale": 5.0,
-        "height": 32,
-        "width": 48,
-        "generator": torch.Generator().manual_seed(0),
-        "output_type": "np",
-    }
-    call |= options
+        "prompt": ["a cat", "a dog"], "negative_prompt": ["fog", "rain"], "num_inference_steps": 4,
+        "guidance_scale": 5.0, "height": 32, "width": 48, "generator": torch.Generator().manual_seed(0),
+        "output_type": "np", **options,
+    }  # fmt: skip
     result: np.ndarray = pipe(**call).images
     assert result.shape == (2, call["height"], call["width"], 3) and np.isfinite(result).all() and result.std() > 0.01
     return result
-
-
-@pytest.mark.parametrize("kind", ["sd", "xl"])
-def test_the_same_images(kind: str, tmp_path: Path) -> None:
-    pipe = pipeline(kind, tmp_path)
-    expected = images(pipe)
-    pipe.unet = zoo.from_upstream(pipe.unet)
-    assert isinstance(pipe.unet, UNet)
-    np.testing.assert_allclose(images(pipe), expected, atol=2e-4)
 
 
 def lora(unet: Any, seed: int, convolutions: bool = True) -> dict[str, torch.Tensor]:
@@ -277,18 +263,11 @@ def test_compiled_regions_stay_within_their_budget() -> None:
             torch.testing.assert_close(sampler(text, negative), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_text_and_timesteps_are_projected_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_and_timesteps_are_projected_once_a_run() -> None:
     unet = model()
-    counts = {"conditions": 0, "text_projections": 0, "conv_in": 0}
-
-    def count(name: str) -> Any:
-        def counted(*_: Any) -> None:
-            counts[name] += 1
-
-        return counted
-
-    for name in counts:
-        getattr(unet, name).register_forward_pre_hook(count(name))
+    counts: Counter[str] = Counter()
+    for name in ("conditions", "text_projections", "conv_in"):
+        getattr(unet, name).register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
     Sampler(unet, make_schedule(EULER, 6), shape=SHAPE)(drawn(2, 7, 24), drawn(2, 7, 24, seed=1))
     assert counts == {"conditions": 1, "text_projections": 1, "conv_in": 6}
 

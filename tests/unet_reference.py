@@ -15,14 +15,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 XL: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": [1, 2],
-    "attention_head_dim": [2, 4],
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 12 + 6 * 8,
-}
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": [1, 2],
+    "attention_head_dim": [2, 4], "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 12 + 6 * 8,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "sd": {},
     "sd, linear": {"use_linear_projection": True, "upcast_attention": True, "attention_head_dim": [1, 4]},
