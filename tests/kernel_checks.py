@@ -2,8 +2,8 @@
 
 A file ``*_checks.py`` runs in Triton's interpreter, or on a GPU::
 
-    TRITON_INTERPRET=1 python -m pytest tests/unet_glue_checks.py
-    python -m pytest tests/unet_glue_checks.py -m gpu
+    TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
+    python -m pytest tests/unet_kernel_checks.py -m gpu
 """
 
 import os

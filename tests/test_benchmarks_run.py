@@ -66,15 +66,12 @@ def test_a_wrong_option_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixt
     assert message in wrong(capsys, *words, *(["--device", "cpu"] if "--device" not in words else []))
 
 
-def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    (tmp_path / "fake-inference-float32.jsonl").touch()
-    assert "add --resume" in wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path))
-
-
-def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    file = tmp_path / "fake-inference-float32.jsonl"
+def test_rows_are_never_added_unasked_and_a_broken_one_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (file := tmp_path / "fake-inference-float32.jsonl").touch()
+    arguments = "--family", FAKE, "--device", "cpu", "--out", str(tmp_path)
+    assert "add --resume" in wrong(capsys, *arguments)
     file.write_text('{"kind":"environment","id":"e1"}\n{broken\n')
-    said = wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path), "--resume")
+    said = wrong(capsys, *arguments, "--resume")
     assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
 
 

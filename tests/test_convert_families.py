@@ -175,15 +175,7 @@ def test_a_part_of_a_head_is_a_damaged_file(tmp_path: Path) -> None:
         zoo.bert.load(tmp_path)
 
 
-def test_a_padding_token_of_minus_one_freezes_no_row() -> None:
-    # torch counts padding_idx=-1 from the end: transformers' last token would get no gradient.
-    model = convert(llm.make("llama", pad_token_id=-1))
-    last = model.config.vocab_size - 1
-    model(torch.tensor([[3, last]])).sum().backward()
-    assert model.config.pad_token_id is None and model.embed_tokens.weight.grad[last].norm() > 0
-
-
-def test_tokens_are_kept() -> None:
+def test_tokens_are_kept_but_for_a_padding_token_of_minus_one_that_would_freeze_a_row() -> None:
     theirs = llm.make("llama", pad_token_id=3, bos_token_id=1, eos_token_id=[2, 5])
     config = convert(theirs).config
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (3, 1, (2, 5))
@@ -192,6 +184,11 @@ def test_tokens_are_kept() -> None:
     assert convert(llm.make("llama")).config.eos_token_id == ()
     theirs.generation_config.eos_token_id = 4  # which their generate stops at
     assert zoo.from_upstream(theirs).config.eos_token_id == (4,)
+    # torch counts padding_idx=-1 from the end: transformers' last token would get no gradient.
+    model = convert(llm.make("llama", pad_token_id=-1))
+    last = model.config.vocab_size - 1
+    model(torch.tensor([[3, last]])).sum().backward()
+    assert model.config.pad_token_id is None and model.embed_tokens.weight.grad[last].norm() > 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -278,14 +275,24 @@ def test_weights_are_never_in_memory_twice(tmp_path: Path) -> None:
     assert total <= live.most < total + 2 * largest + 3 * table
 
 
-def test_tied_weights_stored_twice_and_buffers_of_old_releases(tmp_path: Path) -> None:
-    zoo.llm.save(zoo.create(PRESET), tmp_path)
+def test_tied_weights_stored_twice_buffers_and_configs_of_old_releases(
+    tmp_path: Path,
+) -> None:
+    model = zoo.create(PRESET)
+    zoo.llm.save(model, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in state
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(state, tmp_path / "model.safetensors")
     assert zoo.llm.load(tmp_path).lm_head is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert zoo.llm.load(tmp_path).config == model.config
 
 
 @pytest.mark.parametrize("kept", [0, 10, 500], ids=["nothing", "its size", "the beginning"])
@@ -308,18 +315,6 @@ def test_a_missing_file_and_a_wrong_size_are_named(tmp_path: Path) -> None:
     for size in ("5 lots", 0, "GB"):
         with pytest.raises(ValueError, match="max_shard_size is"):
             zoo.llm.save(zoo.create(PRESET), tmp_path, max_shard_size=size)
-
-
-def test_configs_from_before_transformers_5(tmp_path: Path) -> None:
-    model = zoo.create(PRESET)
-    zoo.llm.save(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = rope
-    config["torch_dtype"] = config.pop("dtype")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert zoo.llm.load(tmp_path).config == model.config
 
 
 def test_dropout_is_drawn_where_diffusers_draws_it() -> None:
@@ -574,9 +569,5 @@ def test_checkpoints_of_training_scripts(tmp_path: Path) -> None:
     torch.save({"state_dict": old}, tmp_path / "checkpoint.pth")
     loaded = zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-
-
-def test_weights_with_norms_do_not_go_into_a_folded_model(tmp_path: Path) -> None:
-    torch.save(zoo.to_upstream(zoo.create("resnet-debug")).state_dict(), tmp_path / "theirs.pth")
     with pytest.raises(ValueError, match="folded into the convolutions: .* load a model with norms"):
-        zoo.create("resnet-debug", weights=tmp_path / "theirs.pth", folding=zoo.resnet.Folding())
+        zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth", folding=zoo.resnet.Folding())

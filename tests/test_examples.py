@@ -89,13 +89,10 @@ def test_a_prompt_is_continued(folder: Path, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert captured.out == words(expected[:1])
     assert "1 tokens; first token after" in captured.err and "tokens/s" not in captured.err
-
-
-def test_the_generation_config_says_what_ends_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    free = answer(folder, [5, 6], max_new_tokens=12)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[4], 255]}))
-    chat.main([str(folder), "--prompt", "w5 w6", "--device", "cpu", "--no-compile", "--max-new-tokens", "12"])
-    assert capsys.readouterr().out == words(free[: free.index(free[4]) + 1])
+    # Its generation config says what ends an answer.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [expected[4], 255]}))
+    chat.main([*call, "--max-new-tokens", "12"])
+    assert capsys.readouterr().out == words(expected[: expected.index(expected[4]) + 1])
 
 
 def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypatch):
@@ -126,12 +123,6 @@ def test_as_a_command(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == words(answer(folder, [5], max_new_tokens=5))
-
-
-def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        chat.main(["no/where/at/all"])
-    assert "no such file or folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -227,6 +218,9 @@ def test_the_model_is_compiled_and_captured(example, folders, tmp_path, monkeypa
     assert np.abs(found - run(example, folders["sd"], tmp_path / "eager.png", "--no-compile")).max() <= 1
 
 
-def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(example: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(example, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="there is no folder"):
         example.main(["a cat", "--model", "none", "--out", str(tmp_path / "no" / "out.png")])
+    with pytest.raises(SystemExit):
+        chat.main(["no/where/at/all"])
+    assert "no such file or folder" in capsys.readouterr().err

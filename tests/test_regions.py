@@ -62,14 +62,6 @@ def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
     assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
 
 
-def test_discovery_takes_the_outermost_repeated_class() -> None:
-    assert [found.name for found in zoo.find_regions(nested()).regions] == ["Sequence"]
-
-
-def test_discovery_passes_over_copies_that_share_nothing() -> None:
-    assert not zoo.find_regions(Sequence(Block(2), Block(4), Block(8))).regions
-
-
 def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
     blocks = [IndexedBlock(4, i) for i in range(5)]
     read = zoo.find_regions(declared(Region(IndexedBlock))(*blocks))
@@ -163,12 +155,6 @@ def test_parameters_without_a_shape_are_refused_until_they_have_one(regions: lis
     assert zoo.find_regions(model, regions).graphs_needed == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_module_is_torchs() -> None:
-    model = nn.ModuleList([Stack(), torch.jit.script(nn.Linear(4, 4)), torch.jit.script(nn.Linear(4, 4))])
-    assert [found.name for found in zoo.find_regions(model).regions] == ["Block"]
-
-
 class Counting(Wired):
     def __init__(self) -> None:
         super().__init__()
@@ -214,9 +200,23 @@ class Tower(Sequence):
         return super().forward(self.stem(x))
 
 
-def test_equal_towers_are_cut_into_their_blocks() -> None:
-    (found,) = zoo.find_regions(Sequence(Tower(6), Tower(6))).regions
-    assert found.name == "Mlp" and len(found.modules) == 12 and found.graphs_needed == 1
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        pytest.param(nested, {"Sequence": 2}, id="the outermost class"),
+        pytest.param(lambda: Sequence(Block(2), Block(4), Block(8)), {}, id="copies that share nothing"),
+        pytest.param(lambda: Sequence(Tower(6), Tower(6)), {"Mlp": 12}, id="the blocks of equal towers"),
+        pytest.param(
+            lambda: nn.ModuleList([Stack(), *(torch.jit.script(nn.Linear(4, 4)) for _ in range(2))]), {"Block": 3},
+            id="no scripted module",
+        ),
+    ],
+)  # fmt: skip
+def test_discovery_takes(make: Callable[[], nn.Module], found: dict[str, int]) -> None:
+    regions = zoo.find_regions(make()).regions
+    assert {each.name: len(each.modules) for each in regions} == found
+    assert all(each.graphs_needed == 1 for each in regions)
 
 
 class Wrapper(nn.Module):
