@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.fuzzing import randomize
+from tests.fuzzing import randomize, relative_error
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
@@ -52,10 +52,6 @@ def labels(head: str, rows: int = 4, tokens: int = 11) -> dict[str, Tensor]:
     classes = SIZES["vocab_size"] if head == "masked-lm" else 3
     drawn = torch.randint(classes, (rows, tokens), generator=generator)
     return {"labels": torch.where(torch.rand(drawn.shape, generator=generator) < 0.3, drawn, -100)}
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
 
 
 def compare(ours: Any, theirs: Any, where: Tensor | None = None, tight: float = 1e-5) -> None:

@@ -116,6 +116,12 @@ def compare(theirs: nn.Module, run: Run, dtype: torch.dtype, floor: float = 0.0,
     return ours
 
 
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
 def _conditioning(theirs: nn.Module, run: Run, dtype: torch.dtype, truth: Results) -> Results:
     """How far the truth moves with its weights, at most, in some draws of one to three roundings' size.
 

@@ -126,15 +126,11 @@ def _check_attention(
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_sums_on_every_graph(name: str) -> None:
+def test_sums_and_attention_on_every_graph(name: str) -> None:
     for weight in (False, True):
         graph = named(name, weight)
         check_sum(graph, values(graph.num_sources, 3))
     check_mean(named(name, mean=True), values(graph.num_sources, 3))
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_attention_on_every_graph(name: str) -> None:
     check_attention(named(name), heads=2, channels=3)
     check_attention(named(name), heads=3, channels=1)
 

@@ -35,14 +35,9 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, s
 
 
 def close(
-    found: Tensor,
-    expected: Tensor,
-    dtype: torch.dtype,
-    relative: float | None = None,
-    *,
-    times: float = 1.0,
+    found: Tensor, expected: Tensor, dtype: torch.dtype, relative: float | None = None, *, times: float = 1.0,
     layout: torch.memory_format = torch.preserve_format,
-) -> None:
+) -> None:  # fmt: skip
     """Assert dtype, layout, finite values, and an error by norms of at most ``relative``, by default the dtype's."""
     assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
     assert layout is torch.preserve_format or found.is_contiguous(memory_format=layout)

@@ -96,14 +96,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def same_as_one_process(
-    name: str,
-    sizes: dict[str, int],
-    *,
-    loss: Any = loss_of,
-    drawn: Any = batches,
-    overrides: Any = None,
+    name: str, sizes: dict[str, int], *, loss: Any = loss_of, drawn: Any = batches, overrides: Any = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Five steps give the losses, norms and weights of one process that has all batches."""
     one, mesh = build(name, **(overrides or {})), mesh_of(sizes)
     several = parallelize(copy.deepcopy(one), mesh, backend="eager", **options)

@@ -75,7 +75,7 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
 
 
-def test_rows_that_are_not_contiguous_and_images() -> None:
+def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:
     x, more, given = values(20, 11).t(), values(11, 40)[:, ::2], norm(20)
     expected = (plain(x, given, False) + more.double()).relu()
     close(norm_act(x, as_norm(given), more), expected, torch.float32)
@@ -83,9 +83,6 @@ def test_rows_that_are_not_contiguous_and_images() -> None:
     found = norm_act(x, as_norm(given), more)
     assert found.is_contiguous(memory_format=torch.channels_last)
     close(found.contiguous(), (plain(x, given, False) + more.double()).relu(), torch.float32)
-
-
-def test_empty_rows_and_other_dtypes_run_without_kernels() -> None:
     given = norm(5)
     assert norm_act(values(0, 5), as_norm(given)).shape == (0, 5)
     x, wide = values(3, 5, dtype=torch.bfloat16), values(3, 5)
@@ -139,10 +136,17 @@ def test_statistics(rows: int, channels: int, dtype: torch.dtype) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_statistics_of_one_row_are_refused() -> None:
+def test_statistics_of_one_row_are_refused_and_so_are_those_that_were_moved_before_a_backward() -> None:
     for shape in ((1, 3), (1, 3, 1, 1)):
         with pytest.raises(ValueError, match="one row has no variance; give more, or use model.eval"):
             statistics(values(*shape))
+    x, given = values(20, 5).requires_grad_(), norm(5)
+    out = norm_act(x, as_norm(given))
+    kernels.batch_statistics(x.detach(), *given[:2], None, 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    with torch.inference_mode():
+        kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
 
 
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
@@ -156,16 +160,6 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
         close(mean, x.double().mean(0), torch.float32)
         # One bit of the mean is a thousandth of the deviation.
         close(variance, x.double().var(0, correction=0), torch.float32, times=200)
-
-
-def test_a_backward_does_not_use_statistics_that_were_moved_meanwhile() -> None:
-    x, given = values(20, 5).requires_grad_(), norm(5)
-    out = norm_act(x, as_norm(given))
-    kernels.batch_statistics(x.detach(), *given[:2], None, 0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-    with torch.inference_mode():
-        kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
 
 
 @pytest.mark.parametrize("of_batch", [True, False], ids=["statistics of the batch", "running statistics"])

@@ -43,12 +43,9 @@ def arms_of(settings: Settings, *cases: Case) -> list[ArmRun]:
 
 
 def rows_of(
-    settings: Settings,
-    *cases: Case,
-    notes: Any = None,
-    rows: dict[str, Result] | None = None,
+    settings: Settings, *cases: Case, notes: Any = None, rows: dict[str, Result] | None = None,
     memory_bytes: Callable[..., int] = lambda case, reference: 1,
-) -> dict[str, Result]:
+) -> dict[str, Result]:  # fmt: skip
     """The rows of one race by arm; also in ``rows``, for races that do not end."""
     found: dict[str, Result] = {} if rows is None else rows
     run_race(

@@ -260,10 +260,14 @@ def test_the_verdict_depends_on_the_calls(calls: int, said: str) -> None:
     assert found.choose(calls).name == min(totals, key=lambda name: totals[name])
 
 
-def test_of_what_cannot_be_told_apart_the_one_that_is_ready_soonest_is_run() -> None:
+def test_of_what_cannot_be_told_apart_or_is_within_the_noise_the_one_that_is_ready_soonest_is_run() -> None:
     found = measured(full=4.97, regional=5.0)
     assert found.times(found.arms[1], found.arms[2]) is None
     assert found.choose(10**9).name == "regional"
+    assert "run full" in verdict(measured(full=9.0, noise=0.05), 10**6)
+    assert "no compiled arm is measurably faster" in verdict(measured(full=9.0, noise=0.15), 10**6)
+    said = verdict(measured(full=1.0, noise=0.45), 10**6)
+    assert said == "The noise, 45%, makes this measurement unusable: measure again on an idle machine."
 
 
 @pytest.mark.parametrize(
@@ -278,13 +282,6 @@ def test_an_arm_that_differs_from_eager_or_failed_is_not_recommended(change: dic
     found = measured(full=4.0)
     vars(found.arms[1]).update(change)
     assert said in verdict(found, 10**6)
-
-
-def test_noise_takes_small_differences_away_and_above_a_limit_all_of_them() -> None:
-    assert "run full" in verdict(measured(full=9.0, noise=0.05), 10**6)
-    assert "no compiled arm is measurably faster" in verdict(measured(full=9.0, noise=0.15), 10**6)
-    said = verdict(measured(full=1.0, noise=0.45), 10**6)
-    assert said == "The noise, 45%, makes this measurement unusable: measure again on an idle machine."
 
 
 def test_the_table_fits_80_columns_and_marks_what_is_wrong() -> None:

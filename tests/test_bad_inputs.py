@@ -171,7 +171,7 @@ def test_bad_inputs_are_named_before_anything_runs(name, changes, error, words):
         model(**inputs)
 
 
-def test_residuals_of_another_shape_are_named() -> None:
+def test_residuals_and_a_further_time_condition_of_another_shape_are_named() -> None:
     model = zoo.create("unet-debug")
     inputs, given = zoo.example_inputs(model), reference.controlnet(model.config)
     down, middle = list(given["down_block_additional_residuals"]), given["mid_block_additional_residual"]
@@ -182,9 +182,6 @@ def test_residuals_of_another_shape_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             model(**inputs, **{**given, **change})
-
-
-def test_a_further_time_condition_that_does_not_fit() -> None:
     model: Any = zoo.create("unet-debug", time_cond_proj_dim=8)
     inputs = zoo.example_inputs(model)
     model(**inputs)
@@ -197,22 +194,17 @@ def test_a_further_time_condition_that_does_not_fit() -> None:
 PAIR = torch.zeros(2, 3)
 
 
-def test_autocast_takes_other_dtypes_but_float64() -> None:
+def test_inputs_are_looked_at_under_autocast_on_the_host_alone_and_while_a_model_is_traced() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         validate.tensor("x", PAIR.half(), kinds="floating", like=PAIR)
         with pytest.raises(TypeError, match="torch.float64"):
             validate.tensor("x", PAIR.double(), kinds="floating", like=PAIR)
-
-
-def test_ranges_are_read_on_the_host_alone() -> None:
     ids = torch.tensor([[0, 5]])
     validate.in_range("ids", ids, 6, "vocab_size")
     validate.in_range("ids", ids.to("meta"), 5, "vocab_size")
     with pytest.raises(ValueError, match="ids has values from 0 to 5, but vocab_size is 5: pass 0 to 4"):
         validate.in_range("ids", ids, 5, "vocab_size")
 
-
-def test_a_compiled_model_checks_while_it_is_traced() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         validate.tensor("x", x, "B T | N", kinds="floating", like=x, sizes={"B": 2})
         return x + 1

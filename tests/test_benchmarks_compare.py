@@ -15,13 +15,12 @@ from benchmarks.cli import UsageError, run_command
 from benchmarks.compare import Change
 from benchmarks.promote import command, promote
 from benchmarks.record import RESULTS, Kernel, Result, Rows, Store, device_name, load
-from benchmarks.stats import Ratio
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, write
 
 promoting = functools.partial(run_command, command, "promote")
 
 
-def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
+def test_rows_survive_the_round_trip_and_the_newest_of_a_case_wins(tmp_path: Path) -> None:
     profiled = row(1.0, model="gat")
     profiled.work.longest = [Kernel(name=f"kernel_{n}", launches=24.0, microseconds=300.5 - n) for n in range(2)]
     profiled.work.others = Kernel(name="9 others", launches=12.5, microseconds=20.0)
@@ -29,6 +28,9 @@ def test_rows_survive_the_round_trip(tmp_path: Path) -> None:
     store = Store(write(tmp_path / "new" / "rows.jsonl", rows))
     assert store.results() == rows
     assert store.environments() == {"e1": ENVIRONMENT}
+    path = write(tmp_path / "rows.jsonl", [row(1.0, seed=1), row(9.0, model="gat"), row(2.0, seed=2)])
+    models = [(result.case.model, round(result.steady.samples[0])) for result in Store(path).results() if result.steady]
+    assert models == [("gcn", 2), ("gat", 9)]
 
 
 def holds(new: Any, old: Any) -> bool:
@@ -46,12 +48,6 @@ def test_committed_rows_read_and_write_back_equal() -> None:
         read = Result.from_json(old)
         again = read.to_json()
         assert Result.from_json(again) == read and holds(again, old), old["case"]
-
-
-def test_the_newest_row_of_a_case_wins(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [row(1.0, seed=1), row(9.0, model="gat"), row(2.0, seed=2)])
-    models = [(result.case.model, round(result.steady.samples[0])) for result in Store(path).results() if result.steady]
-    assert models == [("gcn", 2), ("gat", 9)]
 
 
 @pytest.mark.parametrize("keep", [1, 40, -1, None])
@@ -239,16 +235,13 @@ def test_what_else_changed_is_said() -> None:
     assert _compared(race(), race())["zoo full"].notes == ()
 
 
-def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_tell_a_regression_from_noise_that_hides_one(tmp_path, capsys):
     assert _run(tmp_path / "same", race(), race()) == 0
     assert _run(tmp_path / "faster", race(), race({"zoo full": 0.5})) == 0
     assert _run(tmp_path / "slower", race(), race({"zoo full": 1.2})) == 1
     said = capsys.readouterr().out
     assert "zoo full: slower by more than 5 %" in " ".join(said.split()) and max(map(len, said.splitlines())) <= 80
     assert _run(tmp_path / "allowed", race(), race({"zoo full": 1.2}), "--max-regression", "30%") == 0
-
-
-def test_noise_that_hides_a_regression_has_its_own_exit_code(tmp_path, capsys):
     loud = race({"zoo full": 1.1, "zoo eager (A/A)": 1.5})
     assert _run(tmp_path / "hidden", race(), loud) == compare.NOISY == 4
     words = " ".join(capsys.readouterr().out.split())
@@ -281,14 +274,7 @@ def test_counts_fail_only_when_asked(tmp_path: Path, together: bool) -> None:
     assert _run(tmp_path / "c", new, old, "--fail-on-counts") == 0
 
 
-def test_cases_in_only_one_run_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old, new = [row(1.0), row(1.0, model="gat")], [row(1.0), row(1.0, model="sage")]
-    assert _run(tmp_path, old, new) == 0
-    said = capsys.readouterr().out
-    assert "Only in the old run:\n  gnn / gat" in said and "Only in the new run:\n  gnn / sage" in said
-
-
-def test_different_devices_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_devices_are_refused_and_cases_in_only_one_run_are_listed(tmp_path, capsys):
     a100 = {**ENVIRONMENT, "gpu": "NVIDIA A100"}
     old, cpu = (str(write(tmp_path / f"{name}.jsonl", race(device=name))) for name in ("cuda", "cpu"))
     new = str(write(tmp_path / "both/a100.jsonl", race({"zoo full": 1.2}), a100))
@@ -299,6 +285,10 @@ def test_different_devices_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
         ([str(tmp_path / "both"), old], "in the same run; give the folder or file of one device"),
     ):
         assert comparing(given) == 2 and said in capsys.readouterr().err
+    old, new = [row(1.0), row(1.0, model="gat")], [row(1.0), row(1.0, model="sage")]
+    assert _run(tmp_path, old, new) == 0
+    said = capsys.readouterr().out
+    assert "Only in the old run:\n  gnn / gat" in said and "Only in the new run:\n  gnn / sage" in said
 
 
 @pytest.mark.parametrize(
@@ -323,10 +313,6 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert said in captured.err and captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert captured.out == ""
-
-
-def _ratio(low: float, high: float) -> Ratio:
-    return Ratio((low + high) / 2, low, high, 30, paired=True)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class Counted:
         time.sleep(self.seconds)
 
 
-def test_a_calibrated_round_is_long_enough():
+def test_a_calibrated_round_is_long_enough_and_of_a_slow_step_one_call() -> None:
     step = Counted(0.001)
     calls = calibrate(step, "cpu", 20)
     step.calls = 0
@@ -136,9 +136,6 @@ def test_a_calibrated_round_is_long_enough():
     assert timed.wall_ms * calls >= 19 and calls <= 30
     assert step.calls == timed.calls == calls and timed.device_ms is None
     assert host(step, "cpu") is None
-
-
-def test_a_slow_step_is_called_once_a_round_and_settles_once():
     step = Counted(0.12)
     assert calibrate(step, "cpu", 5) == 1
     assert step.calls == 2, "one to settle, one to time"

@@ -127,15 +127,12 @@ def rows(*loaded: Process) -> Rows:
     return Rows([], ENVIRONMENTS, starts=[replace(each, command="do it", environment="e1") for each in starts])
 
 
-def test_the_table_shows_medians_their_spread_and_what_artifacts_are_worth() -> None:
+def test_the_table_shows_medians_their_spread_what_was_compiled_and_whether_outputs_are_equal() -> None:
     text = make_table(Spec.parse("startup family=bert"), rows(process(0.5), process(0.1), process(0.2)))
     cells = "2.50 s | – | 0.50 s | – | 0.20 s | – | 3.20 s (3.10 to 3.50) | 1.50 ms | 0.250 ms"
     assert f"| zoo regional, artifacts | {cells} |" in text.splitlines()
     assert "3.00 MiB: 2 direct, 1 inductor." in text and "upstream regional, empty caches: no memory." in text
     assert "traced and compiled nothing. Their outputs are bit-equal" in text and "```sh\ndo it\n```" in text
-
-
-def test_the_table_hides_neither_what_was_compiled_nor_other_outputs() -> None:
     text = make_table(Spec.parse("startup model=bert-base gpu='NVIDIA H200'"), rows(process(1.0, "other", graphs=2)))
     assert "compiled: 2 graphs. Their outputs are not bit-equal" in text
     text = make_table(Spec.parse("startup model=bert-large family=bert"), rows())

@@ -254,12 +254,6 @@ def test_the_lead_says_what_to_use(rows: Callable[[], list[Result]], said: list[
     assert all(words.lower() in lead.lower() for words in said), lead
 
 
-def test_the_lead_leaves_out_an_arm_with_a_wrong_output() -> None:
-    results = race({"zoo full": 0.01})
-    results[6].check.error = 0.5
-    assert "zoo full" not in show.lead(shown_race(results))
-
-
 def _arm(shown: MeasuredRace, name: str) -> MeasuredArm:
     return next(arm for arm in shown.arms if arm.name == name)
 
@@ -284,23 +278,10 @@ def test_numbers() -> None:
 # Races: what is odd in them. All else is in the tables of the committed rows, which test_docs.py compares.
 
 
-def test_zoo_eager_is_the_reference_where_upstream_eager_failed() -> None:
+def test_without_an_eager_arm_others_are_the_reference_of_speed_and_of_rounding() -> None:
     results = [result for result in race() if result.case.arm != "upstream eager"]
     shown = shown_race([*results, failure("crashed", "signal 11", impl="upstream", strategy="eager")])
     assert shown.reference.name == "zoo eager"
-
-
-def test_a_wrong_output_is_marked_and_no_best() -> None:
-    results = race()
-    results[2].check.error = 3e-3  # of the fastest as shipped
-    shown = shown_race(results)
-    wrong = _arm(shown, "upstream full reduce-overhead")
-    assert [arm for arm in shown.arms if arm.wrong] == [wrong] and cells.name(wrong).endswith("!")
-    assert shown.best_shipped.name == "upstream regional"
-    assert any(f"not counted among the best: {wrong.name}" in note for note in cells.race_notes(shown))
-
-
-def test_an_arm_whose_eager_twin_did_not_run_is_held_to_the_rounding_of_the_others() -> None:
     results = race()
     for result in results:
         if result.case.impl == "upstream":
@@ -308,6 +289,22 @@ def test_an_arm_whose_eager_twin_did_not_run_is_held_to_the_rounding_of_the_othe
     assert not any(arm.wrong for arm in shown_race(results).arms)
     results[2].check.error = 100 * results[-1].check.eager_error
     assert [arm.name for arm in shown_race(results).arms if arm.wrong] == ["upstream full reduce-overhead"]
+
+
+def test_a_wrong_output_is_marked_no_best_and_worse_than_a_slow_one() -> None:
+    results = race()
+    results[2].check.error = 3e-3  # of the fastest as shipped
+    shown = shown_race(results)
+    wrong = _arm(shown, "upstream full reduce-overhead")
+    assert [arm for arm in shown.arms if arm.wrong] == [wrong] and cells.name(wrong).endswith("!")
+    assert shown.best_shipped.name == "upstream regional"
+    assert any(f"not counted among the best: {wrong.name}" in note for note in cells.race_notes(shown))
+    results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
+    next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3
+    assert re.search(r"races: gcn, cora, zoo regional: .* faster, with a wrong", _table("headline family=gnn", results))
+    results = race({"zoo full": 0.01})
+    results[6].check.error = 0.5
+    assert "zoo full" not in show.lead(shown_race(results))
 
 
 @pytest.mark.parametrize(
@@ -409,12 +406,6 @@ KERNELS = 'kernels model=gcn input=cora arm="zoo regional + CUDA graph"'
 )
 def test_a_table_without_rows_says_so(text: str) -> None:
     assert _table(text, []).startswith("No rows measured yet; run `python -m benchmarks.run --")
-
-
-def test_a_wrong_output_is_a_worse_row_than_a_slow_one_and_is_said_to_be() -> None:
-    results = [*race(), *race({"zoo regional + CUDA graph": 20.0}, input="arxiv")]
-    next(r for r in results if r.case.arm == "zoo regional" and r.case.input == "cora").check.error = 3e-3
-    assert re.search(r"races: gcn, cora, zoo regional: .* faster, with a wrong", _table("headline family=gnn", results))
 
 
 def test_newest_torch_is_shown_and_two_gpus_need_a_choice() -> None:

@@ -82,13 +82,10 @@ def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
     assert "misbehave" in reason and len(reason) <= 400
 
 
-def test_arms_share_one_reference(tmp_path: Path):
+def test_arms_share_one_reference_and_an_output_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "reference.pt"
     torch.save({"output": torch.zeros(16 * 8, dtype=torch.float64) + 1, "dtype": "float64"}, path)
     assert told(EAGER, START, FIRST, {"op": "check", "reference": str(path)})["check"]["error"] > 0.1
-
-
-def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
     check = {"op": "check", "reference": str(tmp_path / "reference.pt")}
     *_, checked = talk(*preparation(replace(EAGER, model="nan")), START, FIRST, check)
     assert not checked["ok"] and "not finite" in checked["reason"]
@@ -205,13 +202,10 @@ def test_names_are_shortened(name: str, short: str) -> None:
     assert timing.short_name(name) == short
 
 
-def test_copies_fills_annotations_and_the_host_are_no_kernels() -> None:
+def test_copies_and_the_host_are_no_kernels_and_equal_names_are_one_entry() -> None:
     kept = event("product", is_user_annotation=False)
     others = [event("Memcpy DtoD (Device -> Device)"), event("Memset (Device)"), event("aten::mm", device="CPU")]
     assert timing.gpu_kernels([kept, *others, event("## a call ##", is_user_annotation=True)]) == [kept]
-
-
-def test_equal_names_are_one_entry_and_what_is_beyond_the_longest_is_another() -> None:
     a_call = [event("norm", 2.0), event("void gemm<float, 1>(int)", 5.0), event("void gemm<float, 2>(int)", 7.0)]
     found, others = timing.longest_kernels([*a_call, *a_call, event("norm", 2.0)], 2)
     assert found == [

@@ -179,16 +179,13 @@ def test_a_region_of_symbolic_sizes_is_one_graph(dynamic: bool | None, graphs: i
     assert sum(graphs_of(model).values()) == (1 if dynamic else 6)
 
 
-def test_a_configuration_without_any_region_warns_and_runs() -> None:
+def test_without_any_region_a_model_runs_and_a_refusal_leaves_nothing_compiled() -> None:
     model = declared(Region(Block))(nn.Linear(4, 4))
     with pytest.warns(zoo.RegionWarning, match="nothing to compile in this configuration"):
         compiled(model)
     with zoo.enforce_budget(model):
         model(torch.randn(2, 4))
     assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
-
-
-def test_a_refusal_leaves_nothing_compiled() -> None:
     model = declared(Region(Block), Region(Dropping, mode="reduce-overhead"))(Block(4), Dropping(4))
     with pytest.raises(ValueError, match="records a CUDA graph for every region"):
         zoo.compile_regions(model)
@@ -354,18 +351,12 @@ def test_a_branch_on_data_is_a_graph_break_with_its_line() -> None:
     assert not any("recompiled" in each for each in found), found
 
 
-def test_nothing_run_is_a_violation() -> None:
+def test_nothing_run_is_a_violation_an_error_passes_through_and_a_block_that_was_taken_out_is_named() -> None:
     assert all("never ran" in violation for violation in violations(compiled(Stack())))
-
-
-def test_an_error_inside_passes_through() -> None:
     model = compiled(Stack())
     with pytest.raises(KeyError), zoo.enforce_budget(model):
         raise KeyError("mine")
     assert all(m._compiled_call_impl.on_call is None for m in model.blocks)
-
-
-def test_a_block_that_was_taken_out_is_named() -> None:
     model = zoo.compile_regions(Stack(), backend="eager")
     del model.blocks[2]
     lost = pytest.raises(ValueError, match=r"Stack has lost blocks\.2 since .*zoo\.uncompile\(model\)")

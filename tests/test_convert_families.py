@@ -100,7 +100,7 @@ def test_dropout_matches_transformers() -> None:
         assert not torch.allclose(ours.std(0), model(ids).logits.std(0))
 
 
-def test_own_files_from_before_the_unused_bias_was_kept(tmp_path: Path) -> None:
+def test_own_files_from_before_the_unused_bias_was_kept_and_damaged_ones(tmp_path: Path) -> None:
     options = {"head": "masked-lm", "tie_word_embeddings": False}
     source = zoo.create("bert-debug", **options)
     state = source.state_dict()
@@ -112,6 +112,13 @@ def test_own_files_from_before_the_unused_bias_was_kept(tmp_path: Path) -> None:
     save_file(state, tmp_path / "own.safetensors")
     with pytest.raises(ValueError, match=r"missing tensors \['head.bias'\], unexpected tensors \[\]"):
         zoo.create("bert-debug", weights=tmp_path / "own.safetensors", **options)
+    zoo.bert.save(zoo.create("bert-debug", head="masked-lm"), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    # A whole head that is missing would start from random weights.
+    del stored["cls.predictions.bias"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing tensors \['cls.predictions.bias'\]"):
+        zoo.bert.load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", bert.KINDS)
@@ -165,16 +172,6 @@ def test_names_of_old_releases(tmp_path: Path) -> None:
         assert bert.relative_error(pooled, theirs.bert(**batch).pooler_output) < 1e-5
 
 
-def test_a_part_of_a_head_is_a_damaged_file(tmp_path: Path) -> None:
-    zoo.bert.save(zoo.create("bert-debug", head="masked-lm"), tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    # A whole head that is missing would start from random weights.
-    del stored["cls.predictions.bias"]
-    save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing tensors \['cls.predictions.bias'\]"):
-        zoo.bert.load(tmp_path)
-
-
 def test_tokens_are_kept_but_for_a_padding_token_of_minus_one_that_would_freeze_a_row() -> None:
     theirs = llm.make("llama", pad_token_id=3, bos_token_id=1, eos_token_id=[2, 5])
     config = convert(theirs).config
@@ -200,15 +197,12 @@ def test_adapters_of_peft_are_refused_with_what_merges_them() -> None:
     assert isinstance(zoo.from_upstream(adapted.merge_and_unload()), LLM)
 
 
-def test_published_frequencies_of_llama() -> None:
+def test_published_frequencies_of_llama_and_options_without_a_class_of_theirs() -> None:
     config = zoo.create("llama-3.2-1b", device="meta").config
     assert config.rope_theta == 500000.0 and config.max_position_embeddings == 131072
     assert config.rope_scaling == RopeScaling(
         kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
-
-
-def test_options_without_a_class_of_theirs() -> None:
     config = dict(zoo.create("llm-debug").config.__dict__)
     with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
         zoo.to_upstream(LLM(LLMConfig(**{**config, "qkv_bias": True, "qk_norm": True})))
@@ -487,11 +481,6 @@ def test_configs_that_are_refused(family: str, config: dict[str, Any], words: st
         importlib.import_module(f"zoo.{family}").load(tmp_path)
 
 
-def test_a_model_without_memory_converts() -> None:
-    model = zoo.from_upstream(models.resnet18().to("meta"))
-    assert all(tensor.is_meta for tensor in model.state_dict().values())
-
-
 NAMES = [
     "IMAGENET1K_V1", "DEFAULT", "ResNet18_Weights.IMAGENET1K_V1", "ResNet18_Weights.DEFAULT",
     models.ResNet18_Weights.IMAGENET1K_V1,
@@ -561,7 +550,7 @@ def test_another_number_of_classes_is_named(server: list[Any]) -> None:
         zoo.create("resnet18", weights="DEFAULT", num_classes=10)
 
 
-def test_checkpoints_of_training_scripts(tmp_path: Path) -> None:
+def test_checkpoints_of_training_scripts_load_and_a_model_without_memory_converts(tmp_path: Path) -> None:
     model = zoo.create("resnet-debug")
     # As old releases wrote them, without counters.
     state = zoo.to_upstream(model).state_dict()
@@ -571,3 +560,5 @@ def test_checkpoints_of_training_scripts(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="folded into the convolutions: .* load a model with norms"):
         zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth", folding=zoo.resnet.Folding())
+    model = zoo.from_upstream(models.resnet18().to("meta"))
+    assert all(tensor.is_meta for tensor in model.state_dict().values())

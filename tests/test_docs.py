@@ -195,19 +195,15 @@ def documented() -> set[str]:
     return {name for page in (ROOT / "docs").rglob("*.md") for name in REFERENCE.findall(page.read_text("utf-8"))}
 
 
-@pytest.mark.parametrize("package", [name for name in PACKAGES if public_names(name)])
-def test_every_public_name_is_in_the_reference(package: str) -> None:
-    missing = {f"{package}.{name}" for name in public_names(package)} - documented()
-    assert not missing, f"add '::: name' to a page of docs/reference for {sorted(missing)}"
-
-
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_docstring_of_its_own(package: str) -> None:
+def test_every_public_name_is_in_the_reference_and_has_a_docstring_of_its_own(package: str) -> None:
     module = importlib.import_module(package)
     described = [getattr(module, name) for name in public_names(package)]
     described = [item for item in described if inspect.isclass(item) or inspect.isfunction(item)]
     bare = [item.__qualname__ for item in described if not own_docstring(item)]
     assert not bare
+    missing = {f"{package}.{name}" for name in public_names(package)} - documented()
+    assert not missing, f"add '::: name' to a page of docs/reference for {sorted(missing)}"
 
 
 def documented_things() -> list[Any]:
@@ -249,7 +245,7 @@ def test_files_and_names_that_a_page_mentions_exist_and_classes_are_in_the_refer
     assert not bare, f"{page.name} names classes that no page describes"
 
 
-def test_what_functions_of_the_reference_return_and_raise_is_in_it_too() -> None:
+def test_the_promised_names_and_what_functions_of_the_reference_return_and_raise_are_in_it() -> None:
     things, expected = documented_things(), set()
     for item in things:
         if inspect.isfunction(item):
@@ -260,17 +256,14 @@ def test_what_functions_of_the_reference_return_and_raise_is_in_it_too() -> None
                 expected |= {error for error in raised if inspect.isclass(error)}
     ours = {item for item in expected if item.__module__.startswith("zoo.")}
     assert ours and sorted(item.__qualname__ for item in ours - {t for t in things if inspect.isclass(t)}) == []
+    promised = "create list_models from_upstream to_upstream example_inputs Region find_regions compile_regions warm_up"
+    assert {*promised.split(), "uncompile", "enforce_budget", "cuda_graph"} <= set(public_names("zoo"))
+    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn")) and "gnn" not in public_names("zoo")
 
 
 def classes_in(annotation: Any) -> set[type]:
     inside = {found for each in typing.get_args(annotation) for found in classes_in(each)}
     return inside | {annotation} if inspect.isclass(annotation) else inside
-
-
-def test_the_promised_names_are_found() -> None:
-    promised = "create list_models from_upstream to_upstream example_inputs Region find_regions compile_regions warm_up"
-    assert {*promised.split(), "uncompile", "enforce_budget", "cuda_graph"} <= set(public_names("zoo"))
-    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn")) and "gnn" not in public_names("zoo")
 
 
 # --- what is made from the committed rows ---
@@ -281,11 +274,13 @@ def committed() -> Rows:
     return load(RESULTS) if RESULTS.exists() else Rows([], {})
 
 
-def test_tables_are_made_from_the_committed_rows() -> None:
+def test_tables_are_made_from_the_committed_rows_beside_which_there_is_nothing_else() -> None:
     paths = [path for path in (ROOT / "README.md", ROOT / "docs") if path.exists()]
     assert markdown_files(paths), f"no Markdown below {ROOT}"
     found = drift(paths, committed())
     assert not found, f"run python -m benchmarks.report --update README.md docs\n{found}"
+    others = [path for path in RESULTS.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
+    assert others == []
 
 
 def test_the_docs_name_the_training_that_is_measured_and_no_other() -> None:
@@ -311,11 +306,6 @@ def test_the_picture_is_checked_against_the_rows(tmp_path: Path) -> None:
     assert PICTURE in drift([tmp_path], committed())
     assert update([tmp_path], committed()) == [picture]
     assert picture.read_text(encoding="utf-8") == drawn
-
-
-def test_results_hold_rows_and_nothing_else() -> None:
-    others = [path for path in RESULTS.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
-    assert others == []
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -370,14 +360,11 @@ def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_says_what_it_req
     assert sorted(required) == ["safetensors", "torch>=2.11", "tqdm"]
 
 
-def test_the_extras_bring_the_libraries() -> None:
+def test_the_extras_bring_the_libraries_and_the_oldest_releases_allowed_are_tested() -> None:
     # One installer call resolves a torch and a torchvision that belong together: only torch's has a lower bound.
     assert EXTRAS["vision"] == ["torchvision"]
     assert set(EXTRAS) == {"vision", "hf", "diffusers", "gnn", "bench", "dev"}
     assert "regional-zoo[vision,hf,diffusers,gnn]" in EXTRAS["bench"] and "regional-zoo[bench]" in EXTRAS["dev"]
-
-
-def test_the_oldest_releases_tested_are_the_oldest_allowed() -> None:
     pinned = dict(line.split("==") for line in (ROOT / "tests/oldest.txt").read_text().splitlines() if "==" in line)
     libraries = (*PYPROJECT["project"]["dependencies"], *EXTRAS["hf"], *EXTRAS["diffusers"], *EXTRAS["gnn"])
     allowed = dict(each.split(">=") for each in libraries if ">=" in each)
@@ -386,11 +373,15 @@ def test_the_oldest_releases_tested_are_the_oldest_allowed() -> None:
     )
 
 
-def test_nothing_points_the_installer_at_a_host() -> None:
+def test_nothing_points_the_installer_at_a_host_and_all_name_one_version() -> None:
     for name in ("pyproject.toml", "Makefile", ".ci/run"):
         text = (ROOT / name).read_text(encoding="utf-8")
         for word in ("index-url", "find-links", "://"):
             assert word not in text, f"{name} names a registry host: {word}"
+    import zoo
+
+    assert f"version: {zoo.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert zoo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_import_zoo_imports_torch_and_nothing_heavier() -> None:
@@ -463,10 +454,3 @@ for name in ("bert-debug", "gcn-debug", "llm-debug", "resnet-debug", "unet-debug
     libraries = {"transformers": "hf", "torch_geometric": "gnn", "torchvision": "vision", "diffusers": "diffusers"}
     wanted = {f'{name} is not installed: pip install "regional-zoo[{extra}]"' for name, extra in libraries.items()}
     assert set(said.splitlines()) == wanted
-
-
-def test_the_citation_and_the_changelog_name_the_version() -> None:
-    import zoo
-
-    assert f"version: {zoo.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert zoo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

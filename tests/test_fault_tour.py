@@ -112,14 +112,9 @@ def test_a_run_outlives_its_worker_refuses_a_second_run_and_is_resumed_after_a_k
 
 
 def attempt(
-    out: Path,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    cases: list[Case],
-    *,
-    resume: bool = False,
+    out: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, cases: list[Case], *, resume: bool = False,
     after: Callable[[], Any] = lambda: None,
-) -> tuple[int, str, list[Result]]:
+) -> tuple[int, str, list[Result]]:  # fmt: skip
     """A run whose arms are rows at once: its exit code, what it says without line ends, and the rows in its file."""
 
     def measured(cases: Any, settings: Any, report: Any, emit: Callable[[Result], None], **_: Any) -> None:
@@ -258,15 +253,14 @@ def test_rows_that_could_never_be_written_are_not_measured(tmp_path: Path, capsy
     assert f"--out: {out} cannot be written (Not a directory); name another place" in error
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm(tmp_path: Path, settings: Settings) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm_and_none_at_all_a_line(
+    tmp_path, settings, monkeypatch
+):
     folder = _below_a_file(tmp_path)
     rows = rows_of(replace(settings, scratch=folder), EAGER, CASE)
     assert {result.status for result in rows.values()} == {"failed"} and len(rows) == 2
     for said in ("its cache folder cannot be made", str(folder), "set TMPDIR to a folder on another"):
         assert all(said in (result.reason or "") for result in rows.values())
-
-
-def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
     with pytest.raises(UsageError, match="the compiler's caches have no folder .*; set TMPDIR to one"), \
             measure.settings_of(FAKE):  # fmt: skip
@@ -328,7 +322,7 @@ def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(settings, m
     assert "an entry of the compiler's caches may be broken: measure again" in (arm.result.reason or "")
 
 
-def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(settings: Settings) -> None:
+def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and_a_miss_is_noted(settings):
     def after(phase: str, operation: str, *, cold: bool) -> str:
         arm = ArmRun(case=CASE, folder=settings.scratch)
         arm.result.cold = row(1.0, strategy="full").cold if cold else None
@@ -339,9 +333,6 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(set
     assert "may be broken: measure again" in after(RACE, "first_call", cold=True)
     for phase, operation, cold in ((RACE, "first_call", False), (RACE, "check", True), (COLD, "first_call", True)):
         assert "broken" not in after(phase, operation, cold=cold)
-
-
-def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
     results = [row(1.0), row(0.5, strategy="full", cold=2.0, warm=1.9, graphs=3)]
     assert not any("missed a cache" in note for note in race_notes(shown(results)))
     results[1].warm.cache_misses = 2
@@ -461,14 +452,11 @@ def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_one_run_has_a_gpu_and_others_wait() -> None:
+def test_one_run_has_a_gpu_and_others_wait_where_there_is_a_place_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     with gpu_alone("GPU-1", notes.append), gpu_alone(None, print):
         assert not gets_in("GPU-1", notes) and gets_in("GPU-2") and gets_in(None)  # of a CPU
     assert gets_in("GPU-1") and notes == ["waiting for another run on this GPU"]
-
-
-def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     notes: list[str] = []
     with gpu_alone("GPU-1", notes.append):

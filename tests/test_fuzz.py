@@ -521,9 +521,6 @@ def test_unets(options, dtype, rows, sides, tokens, timestep, seed):
     round_trips(theirs, ours)
 
 
-SPACINGS, PREDICTIONS = ("leading", "trailing", "linspace"), ("epsilon", "v_prediction")
-
-
 @fuzz
 @given(
     kind=one_of("adamw", "sgd", "plain"), counts=st.lists(st.integers(1, 3), min_size=1, max_size=6),

@@ -272,7 +272,7 @@ def test_norms_over_nodes_add_no_graph_and_train_in_a_captured_step(options: dic
     assert found[0][0][-1] < found[0][0][0]
 
 
-def test_labels_of_missing_seeds_are_ignored():
+def test_labels_of_missing_seeds_are_ignored_and_a_batch_moves_as_a_whole() -> None:
     sampler = NeighborSampler(graph(), fanouts=(2,), batch_size=150, num_nodes=NODES, shuffle=False)
     *_, last = sampler.epoch(0)
     labels = last.labels(torch.arange(NODES))
@@ -281,6 +281,10 @@ def test_labels_of_missing_seeds_are_ignored():
     several = last.labels(torch.arange(NODES)[:, None].expand(-1, 150))
     torch.testing.assert_close(several, labels[:, None].expand(-1, 150), rtol=0, atol=0)
     assert last.labels(torch.arange(NODES)[:, None]).shape == (150, 1)
+    sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, seeds=torch.tensor([5, 3]), num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    assert sampler.batch_size == len(batch.seeds) == 2
+    assert {each.source.device.type for each in batch.to("meta").graphs} == {"meta"}
 
 
 @pytest.mark.gpu
@@ -312,10 +316,3 @@ def test_threads_that_sample_take_no_cores_from_each_other():
             assert [torch.get_num_threads(), other.submit(torch.get_num_threads).result()] == [3, 3]
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_batch_moves_as_a_whole_and_has_no_more_seeds_than_there_are():
-    sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, seeds=torch.tensor([5, 3]), num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    assert sampler.batch_size == len(batch.seeds) == 2
-    assert {each.source.device.type for each in batch.to("meta").graphs} == {"meta"}

@@ -187,7 +187,7 @@ def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
     assert gpu.compiled == ["_scaled"] * 2
 
 
-def test_kernels_are_compiled_together(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gpu, monkeypatch):
     given = launches()
     described = [[each.dtype if isinstance(each, Tensor) else each for each in arguments] for arguments, _ in given]
     aligned = [index for index in range(len(given)) if index != 3]  # the fourth has a tensor that is not
@@ -197,9 +197,6 @@ def test_kernels_are_compiled_together(gpu: Gpu, monkeypatch: pytest.MonkeyPatch
     for index in aligned:
         launch(index)
     assert len(gpu.compiled) == compiled, "a launch compiled its kernel again"
-
-
-def test_a_kernel_that_does_not_compile_beside_others_is_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_scaled, "warmup", lambda *_, **__: 1 / 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
         compile_together([(_scaled, [torch.float32], {})])

@@ -117,7 +117,7 @@ def test_the_paddings_vector_gets_no_gradient() -> None:
     assert gradient is not None and gradient[3].abs().sum() == 0 and gradient[int(tokens[0, 1])].abs().sum() > 0
 
 
-def test_positions_of_masked_tokens_are_not_checked(model: LLM) -> None:
+def test_positions_of_masked_tokens_are_not_checked_and_one_behind_the_cache_is_named(model: LLM) -> None:
     tokens = torch.randint(model.config.vocab_size, (2, 6))
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
@@ -130,6 +130,10 @@ def test_positions_of_masked_tokens_are_not_checked(model: LLM) -> None:
         positions[1, 3] = -1
         with pytest.raises(ValueError, match="position_ids has values from -1 to 5"):
             model(tokens, attention_mask=mask, position_ids=positions)
+    cache = model.make_cache(2, 16)
+    with pytest.raises(ValueError, match="from 5 to 16, but cache.slots is 16: .* more slots"), torch.inference_mode():
+        model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)
+    assert not any(layer.any() for layer in cache.layers)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -139,13 +143,6 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
         found = torch.vmap(model)(tokens)
         torch.testing.assert_close(found, torch.stack([model(ids) for ids in tokens]))
         make_fx(model)(tokens[0])
-
-
-def test_a_position_behind_the_cache_is_named(model: LLM) -> None:
-    cache = model.make_cache(2, 16)
-    with pytest.raises(ValueError, match="from 5 to 16, but cache.slots is 16: .* more slots"), torch.inference_mode():
-        model(ids(), position_ids=torch.arange(5, 17)[None], cache=cache)
-    assert not any(layer.any() for layer in cache.layers)
 
 
 def language_model(**options: Any) -> LLM:
@@ -218,17 +215,6 @@ def test_attention_without_a_cache_is_the_same() -> None:
         torch.testing.assert_close(attend_tokens(query, key, value, mask), attend(query, cache, positions, window))
 
 
-def test_a_cache_is_one_kind_of_input_wherever_it_is_made() -> None:
-    model = zoo.compile_regions(zoo.create("llm-debug"), backend="eager")
-    with torch.inference_mode():
-        inside = model.make_cache(2, 16)
-    outside = model.make_cache(2, 16)
-    assert not inside.layers[0].is_inference()
-    with torch.inference_mode(), zoo.enforce_budget(model):
-        model(ids(2, 4), cache=inside)
-        model(ids(2, 4), cache=outside)
-
-
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 9}, {"qk_norm": True}], ids=str)
 def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, Any]) -> None:
     model, tokens = zoo.create("llm-debug", **options), ids(2, 9)
@@ -240,12 +226,23 @@ def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, An
     torch.testing.assert_close(cache.layers, other.layers)
 
 
-def test_sizes_and_dtypes_of_a_cache() -> None:
+def test_sizes_and_dtypes_of_a_cache_which_is_one_kind_of_input_wherever_it_is_made(model: LLM) -> None:
     model = zoo.create("llm-debug")
     cache = model.make_cache(2, 32, dtype=torch.bfloat16)
     assert (cache.batch, cache.slots, cache.dtype, cache.device.type) == (2, 32, torch.bfloat16, "cpu")
     assert "3 layers of [2, 2, 2, 32, 16]" in repr(cache)
     assert zoo.create("llm-debug", dtype=torch.bfloat16).make_cache(1, 8).dtype is torch.bfloat16
+    model = zoo.compile_regions(zoo.create("llm-debug"), backend="eager")
+    with torch.inference_mode():
+        inside = model.make_cache(2, 16)
+    outside = model.make_cache(2, 16)
+    assert not inside.layers[0].is_inference()
+    with torch.inference_mode(), zoo.enforce_budget(model):
+        model(ids(2, 4), cache=inside)
+        model(ids(2, 4), cache=outside)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.generate([[1, 2]], max_new_tokens=3).shape == (1, 3)
+        assert model.make_cache(1, 8).dtype is torch.bfloat16
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:
@@ -768,9 +765,3 @@ def test_texts_must_fit_into_a_session(model: LLM) -> None:
     session.generate([[1], [1]], max_new_tokens=5)
     with pytest.raises(TypeError, match="model is a Linear"):
         Session(torch.nn.Linear(1, 1), 1, 1)
-
-
-def test_generation_under_autocast_has_a_cache_of_its_dtype(model: LLM) -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model.generate([[1, 2]], max_new_tokens=3).shape == (1, 3)
-        assert model.make_cache(1, 8).dtype is torch.bfloat16

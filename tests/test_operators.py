@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     operators._triton_is_known_to_know.cache_clear()
 
 
-def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
+def test_a_gpu_is_asked_once_what_it_is_and_modes_see_no_kernels(asked: list[torch.device]) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for _ in range(3):
         assert operators.triton_runs_on(first) and not operators.triton_runs_on(second)
@@ -48,6 +48,11 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
     for _ in range(2):  # whichever is current
         assert operators.triton_runs_on(torch.device("cuda"))
     assert len(asked) == 4
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, device="cuda")
+    assert operators.kernels_run(x)
+    with mode:
+        assert not operators.kernels_run(x)
 
 
 @pytest.mark.slow
@@ -84,14 +89,6 @@ class Double(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2 * ctx.saved_tensors[0].sign() ** 2
-
-
-def test_modes_see_operators_and_no_kernels(asked: list[torch.device]) -> None:
-    with FakeTensorMode() as mode:
-        x = torch.empty(2, device="cuda")
-    assert operators.kernels_run(x)
-    with mode:
-        assert not operators.kernels_run(x)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

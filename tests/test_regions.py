@@ -62,7 +62,7 @@ def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
     assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
 
 
-def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
+def test_an_index_that_is_read_and_an_inherited_forward_are_obstacles_and_an_index_that_is_stored_is_not() -> None:
     blocks = [IndexedBlock(4, i) for i in range(5)]
     read = zoo.find_regions(declared(Region(IndexedBlock))(*blocks))
     assert read.graphs_needed == 5
@@ -72,11 +72,11 @@ def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() ->
     assert symbol.graphs_needed == 1 and not symbol.obstacles
     stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
     assert stored.graphs_needed == 1 and not stored.obstacles
-
-
-def test_an_inherited_forward_is_an_obstacle() -> None:
     (obstacle,) = zoo.find_regions(Sequence(Child(4), Child(4)), [Child]).obstacles
     assert "inherits forward from Block" in str(obstacle)
+    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
+    report = zoo.find_regions(model, [IndexedBlock])
+    assert report.graphs_needed == 2 and report.obstacles == ()
 
 
 def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
@@ -256,12 +256,6 @@ def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
     assert not report.regions and "what repeats in it (Block) is too little" in str(report)
-
-
-def test_layers_that_share_a_number_are_no_graph_a_layer() -> None:
-    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
-    report = zoo.find_regions(model, [IndexedBlock])
-    assert report.graphs_needed == 2 and report.obstacles == ()
 
 
 # Regions of each model, and the graphs of each.

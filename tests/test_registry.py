@@ -26,14 +26,11 @@ NOT_FINITE = (math.nan, math.inf, -math.inf)
 DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
 
 
-def test_every_family_has_a_debug_preset() -> None:
+def test_every_family_has_a_debug_preset_which_takes_overrides_a_dtype_and_a_device() -> None:
     for family in families():
         assert any(name.endswith("-debug") for name in family.presets), family.name
         assert zoo.list_models(family.name) == list(family.presets)
     assert set(zoo.list_models()) == {name for family in families() for name in family.presets}
-
-
-def test_overrides_dtype_and_device() -> None:
     model = zoo.create("gcn-debug", hidden_channels=24, dtype=torch.bfloat16, device="meta")
     assert model.config.hidden_channels == 24 and not model.training
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.bfloat16, "meta")}

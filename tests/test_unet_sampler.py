@@ -374,7 +374,7 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
 # --- schedules: each solver's steps are those of diffusers' scheduler, at every spacing ---
 
 EULER_NAME, DPM_NAME = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"
-ZERO, VELOCITY = {"rescale_betas_zero_snr": True}, {"prediction_type": "v_prediction"}
+ZERO = {"rescale_betas_zero_snr": True}
 SPACINGS = ("leading", "trailing", "linspace")
 # One step, one of two orders, the ends of lower order (under 15 steps), and where a timestep falls on a half.
 COUNTS = (1, 2, 3, 5, 14, 15, 30, 48)

@@ -362,7 +362,7 @@ def test_reads_heads_where_they_lie_in_a_product() -> None:
     attends(short_attention(shifted, key, value), shifted, key, value)
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+def test_scores_far_apart_neither_overflow_nor_vanish_and_no_queries_are_none() -> None:
     query, key = heads(1, 4, 1, 16, scale=40.0), heads(1, 120, 1, 16, scale=40.0)
     attends(short_attention(query, key, key), query, key, key)
     # All keys alike, and far below zero.
@@ -370,9 +370,6 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     value = heads(1, 100, 1, 16)
     found = short_attention(query[:, :1], key, value)
     torch.testing.assert_close(found, value.mean(1).flatten(1), rtol=2e-3, atol=2e-3)
-
-
-def test_no_queries() -> None:
     key = heads(2, 77, 2, 40)
     assert short_attention(key[:, :0], key, key).shape == (0, 80)
     assert short_attention(key[:0], key[:0], key[:0]).shape == (0, 80)

@@ -6,7 +6,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from tests.fuzzing import randomize
+from tests.fuzzing import randomize, relative_error  # noqa: F401
 
 SIZES: dict[str, Any] = {
     "sample_size": 16, "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -90,9 +90,3 @@ def controlnet(config: Any, batch: int = 2, height: int = 16, width: int = 16) -
         "down_block_additional_residuals": tuple(down),
         "mid_block_additional_residual": torch.randn(down[-1].shape, generator=generator),
     }
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
