@@ -303,11 +303,23 @@ def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_several_lines")
-def test_images_that_are_not_in_channels_last() -> None:
+def test_norms_and_pools_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
     for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
         close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), torch.float32)
+    ran: list[str] = []
+    for name in ("max_pool", "max_pool_backward"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
+        )
+    x = images(2, 8, 7, 6)
+    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
+        (out, grad), (expected, expected_grad) = both_pools(given)
+        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert ran == ["max_pool", "max_pool_backward"] * 3
+    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
 
 
 def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -348,22 +360,6 @@ def test_pooling_of_nan_and_infinity() -> None:
         expected, expected_grad = both_pools(given.cpu())[1]
         torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(grad.cpu(), expected_grad)
-
-
-@pytest.mark.usefixtures("_several_lines")
-def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    for name in ("max_pool", "max_pool_backward"):
-        kernel = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
-        )
-    x = images(2, 8, 7, 6)
-    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
-        (out, grad), (expected, expected_grad) = both_pools(given)
-        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
-    assert ran == ["max_pool", "max_pool_backward"] * 3
-    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
 
 
 if DEVICE == "cuda":

@@ -148,13 +148,19 @@ def test_positional_inputs_get_their_names_and_the_dtype_is_cast(models: str) ->
     assert torch.equal(next(first.parameters()), next(second.parameters())) and torch.equal(given["x"], same["x"])
 
 
-def test_a_look_says_what_there_is_to_compile(models: str, tmp_path: Path) -> None:
+def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run(models, tmp_path, one_thread):
     facts = look(f"{models}:make", tmp_path)
     assert facts["regional"] and facts["helper"] is None
     assert "Block: 3 module(s), 1 graph(s)" in facts["report"] and "100% of the weights" in facts["report"]
     lonely = look(f"{models}:lonely", tmp_path)
     assert not lonely["regional"] and "no regions: no module class" in lonely["report"]
     assert look("bert-debug", tmp_path)["regional"]
+    look(f"{models}:make", tmp_path)
+    worker = Worker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
+    worker.load()
+    compiled: Callable[..., Any] = worker.compile
+    facts = compiled()
+    assert facts["right"] and facts["error"] < 1e-5 and (facts["graphs"], facts["breaks"]) == (1, 0)
 
 
 def test_the_librarys_own_helper_is_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +314,3 @@ def test_intervals_of_medians(values: Any, low: float, high: float) -> None:
 
 def test_numbers_have_three_digits() -> None:
     assert [number(value) for value in (0.01234, 3.456, 99.96, 1234.5)] == ["0.0123", "3.46", "100", "1,234"]
-
-
-def test_the_lines_that_are_printed_are_those_that_run(models: str, tmp_path: Path, one_thread: None) -> None:
-    look(f"{models}:make", tmp_path)
-    worker = Worker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
-    worker.load()
-    compiled: Callable[..., Any] = worker.compile
-    facts = compiled()
-    assert facts["right"] and facts["error"] < 1e-5 and (facts["graphs"], facts["breaks"]) == (1, 0)

@@ -229,7 +229,7 @@ def test_reset_makes_the_next_call_the_first_again(impl: str):
     assert torch.equal(call(prepared), second)
 
 
-def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
+def test_long_rows_are_checked_by_two_steps_and_the_loss_in_parts_is_the_library_s(monkeypatch):
     assert workloads.prepare(LLM_STEP).training.checked == 6
     monkeypatch.setattr(llm, "_LONG", 15)
     prepared = workloads.prepare(LLM_STEP)
@@ -237,9 +237,6 @@ def test_long_rows_are_checked_by_two_steps(monkeypatch: pytest.MonkeyPatch):
     losses = arm.losses(arm.eager())
     assert len(losses) == 2
     torch.testing.assert_close(losses, prepared.reference(), rtol=1e-4, atol=0)
-
-
-def test_the_loss_in_parts_is_the_library_s(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(llm, "REFERENCE_ROWS", 7)
     prepared = workloads.prepare(dataclasses.replace(LLM_STEP, impl="upstream"))
     model, batch = prepared.model, prepared.training.batch(0)
@@ -355,13 +352,10 @@ def test_a_tuned_adjacency_is_of_the_dtype_that_gradients_have(model: str, dtype
     assert {parameter.dtype for parameter in tuned.parameters()} == {torch.float32}
 
 
-def test_sampled_losses_of_a_skewed_graph_are_the_reference_s():
+def test_sampled_losses_are_the_reference_s_shapes_are_declared_and_epochs_differ() -> None:
     prepared = GNN.prepare(**SAMPLED | {"input": "cora-powerlaw-sampled"})
     arm = Trainer(GNN.case(**SAMPLED | {"input": "cora-powerlaw-sampled"}), prepared)
     torch.testing.assert_close(arm.losses(arm.eager()).double(), prepared.reference(), rtol=1e-4, atol=0)
-
-
-def test_sampled_shapes_are_declared_and_epochs_differ():
     training = GNN.prepare(**SAMPLED, strategy="regional").training
     epochs = [list(training.loader()) for _ in range(3)]
     assert {len(epoch) for epoch in epochs} == {training.round}
@@ -735,18 +729,6 @@ def pairs(graph: graphs.Graph) -> list[tuple[int, int]]:
     return sorted(zip(*graph.edge_index.tolist(), strict=True))
 
 
-def test_real_cora_and_reddit(tmp_path: Path):
-    write_cora(tmp_path)
-    graph = graphs.load("cora", data_root=str(tmp_path))
-    assert graph.data == "real (Planetoid)" and graph.x.shape == (540, 6) and graph.classes == 3
-    # Duplicates and self-loops go, each edge stays in both directions.
-    assert pairs(graph) == [(0, 1), (1, 0), (1, 2), (2, 1), (5, 539), (539, 5)]
-    write_reddit(tmp_path)
-    graph = graphs.load("reddit", data_root=str(tmp_path))
-    assert graph.data == "real (Reddit)" and graph.x.dtype == torch.float32 and graph.x.tolist()[1] == [3.0, 4.0, 5.0]
-    assert pairs(graph) == [(0, 1), (1, 0), (1, 3), (3, 1)] and graph.classes == 3
-
-
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writ")
 @pytest.mark.parametrize(("name", "folder"), [("arxiv", "ogbn_arxiv"), ("products", "ogbn_products")])
 def test_real_graphs_of_ogb_have_both_directions(tmp_path, name, folder, monkeypatch, capsys):
@@ -759,8 +741,17 @@ def test_real_graphs_of_ogb_have_both_directions(tmp_path, name, folder, monkeyp
     assert torch.equal(graphs.load(name, data_root=str(tmp_path)).x, graph.x)  # from its processed file
 
 
-def test_data_root_without_the_set_falls_back_and_says_so(tmp_path: Path):
+def test_real_cora_and_reddit_and_a_folder_without_them(tmp_path: Path) -> None:
     assert graphs.load("cora", data_root=str(tmp_path)).data == "generated, uniform"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         graphs.load("cora", data_root=str(tmp_path / "missing"))
+    write_cora(tmp_path)
+    graph = graphs.load("cora", data_root=str(tmp_path))
+    assert graph.data == "real (Planetoid)" and graph.x.shape == (540, 6) and graph.classes == 3
+    # Duplicates and self-loops go, each edge stays in both directions.
+    assert pairs(graph) == [(0, 1), (1, 0), (1, 2), (2, 1), (5, 539), (539, 5)]
+    write_reddit(tmp_path)
+    graph = graphs.load("reddit", data_root=str(tmp_path))
+    assert graph.data == "real (Reddit)" and graph.x.dtype == torch.float32 and graph.x.tolist()[1] == [3.0, 4.0, 5.0]
+    assert pairs(graph) == [(0, 1), (1, 0), (1, 3), (3, 1)] and graph.classes == 3

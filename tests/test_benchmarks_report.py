@@ -173,13 +173,25 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     assert page.tags.count("article") == len(shown)
 
 
-def test_the_page_loads_nothing() -> None:
+def test_the_page_loads_nothing_and_hostile_strings_stay_text() -> None:
     text = show.report(race(), ENVIRONMENTS)
     page = Page(text)
     assert page.loads == [] and "link" not in page.tags
     assert page.references == []
     assert "http" not in text and "@import" not in text
     assert text == show.report(race(), ENVIRONMENTS)  # the same rows make the same file
+    evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
+    results = race(family=evil, model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
+    results[1].cold.breaks = [evil]
+    for result in results:
+        result.command = evil
+        result.data = evil
+    results.append(
+        failure("failed", evil, family=evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil)
+    )
+    page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
+    assert "script" not in page.tags and page.loads == []
+    assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
 
 
 def test_what_was_not_measured_is_left_out_and_said() -> None:
@@ -195,21 +207,6 @@ def test_what_was_not_measured_is_left_out_and_said() -> None:
     bare.cold = bare.warm = bare.memory = bare.check = bare.work = bare.command = None
     page = _page([bare])
     assert "Only zoo eager has a steady time: 1.0" in page.text and "img" not in page.tags
-
-
-def test_hostile_strings_stay_text() -> None:
-    evil = '</script><script>alert("$x$")</script><img src=x onerror=alert(1)>&amp;'
-    results = race(family=evil, model=evil, input="$\\frac{1}{0}$ \n\x00 {{ 7*7 }}")
-    results[1].cold.breaks = [evil]
-    for result in results:
-        result.command = evil
-        result.data = evil
-    results.append(
-        failure("failed", evil, family=evil, model=evil, input=results[0].case.input, impl=evil, strategy=evil)
-    )
-    page = _page(results, {"e1": {**ENVIRONMENT, "gpu": evil, "libraries": {evil: evil}}})
-    assert "script" not in page.tags and page.loads == []
-    assert page.text.count("onerror=alert(1)") > 10 and "{{ 7*7 }}" in page.text and "&amp;" in page.text
 
 
 TUNED = "upstream-tuned full + CUDA graph"
@@ -510,7 +507,7 @@ def outcomes(one: Part, *results: Result) -> list[str]:
     return [place.outcome + f" {place.why}".rstrip() for place in places(one, races_of(*results))]
 
 
-def test_what_does_not_run_or_has_a_wrong_output_fails_and_what_was_not_run_says_nothing() -> None:
+def test_what_does_not_run_or_is_wrong_fails_and_what_has_no_numbers_says_nothing() -> None:
     eager = row(impl="upstream", strategy="eager")
     crash = failure("crashed", "misaligned address", impl="upstream", strategy="full")
     assert outcomes(part("at least 1.0"), eager, crash) == ["fails upstream full: crashed"]
@@ -521,6 +518,12 @@ def test_what_does_not_run_or_has_a_wrong_output_fails_and_what_was_not_run_says
     full.check = Check(error=0.5, eager_error=1e-7, reference_dtype="float64")
     assert outcomes(part("at least 1.0"), eager, full, twin) == ["fails upstream full: its output is wrong"]
     assert outcomes(part("at most 10", figure="error over eager's", arms=(FULL,)), eager, full, twin) == ["fails more"]
+    eager, full, twin = pair(2.0)
+    full.cold = full.warm = full.memory = full.check = None
+    (race,) = races_of(eager, full, twin)
+    for name in claims.FIGURES.keys() - {"speed"}:
+        arms = (FULL, EAGER) if name in ("peak memory", "cold compile time") else (FULL,)
+        assert claims.measure(part("at least 1", figure=name, arms=arms), race) is None, name
 
 
 def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
@@ -531,16 +534,7 @@ def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
     assert [place.outcome for place in places(part("1.4 to 1.6"), races(results, newer))] == ["fails"]
 
 
-def test_figures_without_their_numbers_are_not_measured() -> None:
-    eager, full, twin = pair(2.0)
-    full.cold = full.warm = full.memory = full.check = None
-    (race,) = races_of(eager, full, twin)
-    for name in claims.FIGURES.keys() - {"speed"}:
-        arms = (FULL, EAGER) if name in ("peak memory", "cold compile time") else (FULL,)
-        assert claims.measure(part("at least 1", figure=name, arms=arms), race) is None, name
-
-
-def test_the_page_has_a_line_a_claim_and_says_what_is_not_measured() -> None:
+def test_the_page_has_a_line_a_claim_says_what_is_not_measured_and_no_figure_is_typed() -> None:
     parts = part("1.4 to 1.6"), part("at least 1", ARXIV, says="larger")
     one = Claim(7, "Gains", "`full` gains.", parts, "Note.")
     text = claims.page(Rows(pair(1.5), ENVIRONMENTS), {7: one})
@@ -551,9 +545,6 @@ def test_the_page_has_a_line_a_claim_and_says_what_is_not_measured() -> None:
     assert "Note.\n\nNVIDIA H200" in text and "```sh\npython -m benchmarks.run --family gnn" in text
     with pytest.raises(ValueError, match="no option 'id'"):
         make_table(Spec.parse("claims id=7"), Rows([], {}))
-
-
-def test_no_figure_is_typed_and_every_claim_is_on_the_page() -> None:
     typed = " ".join(one.note + one.not_here for one in known_claims().values())
     assert re.findall(r"\d\S*\s*(?:×|ms|MiB|%)", typed) == []
     said = re.findall(r"^<summary>.+ <b>(.*)</b></summary>$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

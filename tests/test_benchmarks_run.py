@@ -260,7 +260,7 @@ def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[
     assert names(base, **options) == arms
 
 
-def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
+def test_the_zoo_without_its_kernels_is_an_arm_to_ask_for_and_what_cannot_be_is_left_out_with_the_reason() -> None:
     cases, _ = expand([GPU], nothing_refused, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"])
     captured = " regional + CUDA graph"
     assert [case.arm for case in cases] == [
@@ -270,9 +270,6 @@ def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_othe
     assert [case.kernels for case in cases] == [True, True, False, False, True]
     assert "the zoo runs no kernels of its own" in str(refusal(replace(CPU, kernels=False)))
     assert refusal(replace(GPU, kernels=False)) is None
-
-
-def test_an_arm_that_cannot_be_is_left_out_with_the_reason():
     cases, refused = expand([GPU], declared, strategies=["full+dynamic", "eager"])
     assert [case.arm for case in cases] == ["zoo eager", "upstream full dynamic", "upstream eager", "zoo eager (A/A)"]
     assert {key.rpartition(" / ")[2]: why for key, why in refused.items()} == {"zoo full dynamic": "declared shapes"}

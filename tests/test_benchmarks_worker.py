@@ -277,7 +277,7 @@ class Stages(nn.Module):
         return x
 
 
-def test_folders_are_switched_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_are_switched_for_a_while_and_kernels_compiled_elsewhere_are_forgotten(tmp_path, monkeypatch):
     for name, value in cache_environment(tmp_path / "case").items():
         monkeypatch.setenv(name, value)
     assert not cache_contents()
@@ -288,9 +288,6 @@ def test_folders_are_switched_for_a_while(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(cache_contents()) == 1
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "case" / "triton")
     assert not cache_contents()
-
-
-def test_kernels_compiled_elsewhere_are_forgotten(tmp_path: Path):
     triton = pytest.importorskip("triton")
 
     def kernel(x):
@@ -339,7 +336,7 @@ def test_late_compilations_are_found_after_a_restart():
     assert "size mismatch" in recorder.late()[0]
 
 
-def test_phases_are_differences_of_nested_figures():
+def test_phases_are_differences_of_nested_figures_and_a_second_frame_is_a_break() -> None:
     class Record:
         dynamo_cumulative_compile_time_us = 10_000_000
         aot_autograd_cumulative_compile_time_us = 7_000_000
@@ -349,6 +346,12 @@ def test_phases_are_differences_of_nested_figures():
 
     assert _phases([Record()]) == {"dynamo": 3.0, "aot": 2.0, "inductor": 1.0, "codegen": 3.0, "kernels": 1.0}
     assert sum(_phases([Record(), Record()]).values()) == 20.0
+    frames = [SimpleNamespace(co_name=name) for name in ("forward", "forward", "move_on")]
+    assert _breaks(Counter(), frames, whole=True) == ["move_on: compiled by itself, so forward ended before it"]
+    backward = SimpleNamespace(co_name=None)
+    assert _breaks(Counter(), [*frames[:2], backward], whole=True) == []
+    assert _breaks(Counter(), frames) == [], "regions are frames of their own"
+    assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
 
 
 def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
@@ -370,16 +373,7 @@ def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
         assert len(breaks) == 1 and breaks[0], breaks
 
 
-def test_a_second_frame_of_a_whole_call_is_a_break():
-    frames = [SimpleNamespace(co_name=name) for name in ("forward", "forward", "move_on")]
-    assert _breaks(Counter(), frames, whole=True) == ["move_on: compiled by itself, so forward ended before it"]
-    backward = SimpleNamespace(co_name=None)
-    assert _breaks(Counter(), [*frames[:2], backward], whole=True) == []
-    assert _breaks(Counter(), frames) == [], "regions are frames of their own"
-    assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
-
-
-def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_driver_a_monitor_knows_nothing_and_a_copy_is_told_its_commit(monkeypatch, tmp_path):
     def missing(name: str) -> None:
         raise OSError(name)
 
@@ -387,6 +381,11 @@ def test_without_a_driver_a_monitor_knows_nothing(monkeypatch: pytest.MonkeyPatc
     monitor = Monitor()
     assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
     assert free_memory("cuda", monitor) is None and free_memory("cpu", monitor) > 1 << 20
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine._commit() == {"commit": None, "dirty": None}
+    for given, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
+        monkeypatch.setenv("BENCHMARKS_COMMIT", given)
+        assert tuple(machine._commit().values()) == expected
 
 
 @pytest.mark.gpu
@@ -398,11 +397,3 @@ def test_a_gpu_is_described_and_watched():
     used, free = monitor.memory() or (0, 0)
     assert used > 0 and used + free <= facts["gpu_memory"] * 1.1
     assert facts["gpu"] == torch.cuda.get_device_name()
-
-
-def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
-    assert machine._commit() == {"commit": None, "dirty": None}
-    for given, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
-        monkeypatch.setenv("BENCHMARKS_COMMIT", given)
-        assert tuple(machine._commit().values()) == expected

@@ -60,7 +60,7 @@ def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> Non
     assert masks[-1].shape == (2, 1, 1, 16)
 
 
-def test_a_row_that_is_all_padding_is_finite() -> None:
+def test_a_row_that_is_all_padding_or_empty_is_finite() -> None:
     model = zoo.create("bert-debug")
     ids = zoo.example_inputs(model)["input_ids"]
     mask = torch.ones_like(ids)
@@ -70,6 +70,13 @@ def test_a_row_that_is_all_padding_is_finite() -> None:
         torch.testing.assert_close(got, model(ids).last_hidden_state)
         # No row at all: the same again.
         assert model(ids, torch.zeros_like(ids)).last_hidden_state.isfinite().all()
+    qkv = torch.randn(5, 3 * 8, requires_grad=True)
+    rows = rows_of(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
+    out = attend(qkv, 2, None, rows, 0.0)
+    (gradient,) = torch.autograd.grad(out.square().sum(), qkv)
+    assert out.isfinite().all() and gradient.isfinite().all()
+    short = rows_of(torch.tensor([0, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
+    torch.testing.assert_close(out, attend(qkv, 2, None, short, 0.0))
 
 
 def model_of(kind: str, head: str, **options: Any) -> Any:
@@ -231,16 +238,6 @@ def test_rows_attend_to_themselves_alone(way: str, monkeypatch: pytest.MonkeyPat
     rows = rows_of(offsets, 7, 16, qkv, 4)
     assert (rows.table is None) == (way == "kernel")
     torch.testing.assert_close(attend(qkv, heads, None, rows, 0.0), expected)
-
-
-def test_an_empty_row_gives_finite_outputs_and_gradients() -> None:
-    qkv = torch.randn(5, 3 * 8, requires_grad=True)
-    rows = rows_of(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
-    out = attend(qkv, 2, None, rows, 0.0)
-    (gradient,) = torch.autograd.grad(out.square().sum(), qkv)
-    assert out.isfinite().all() and gradient.isfinite().all()
-    short = rows_of(torch.tensor([0, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
-    torch.testing.assert_close(out, attend(qkv, 2, None, short, 0.0))
 
 
 def test_a_thousand_batches_compile_what_was_declared_and_nothing_more() -> None:

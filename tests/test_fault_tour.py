@@ -244,13 +244,18 @@ def _below_a_file(tmp_path: Path) -> Path:
     return tmp_path / "file" / "folder"
 
 
-def test_rows_that_could_never_be_written_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_place_for_rows_or_the_gpu_that_was_asked_for_nothing_is_measured(tmp_path, capsys, monkeypatch):
     out = str(_below_a_file(tmp_path))
     arguments = ["--family", FAKE, "--device", "cpu", "--strategy", "eager", "--impl", "zoo", "--out", out]
     assert run_command(run.main, "run", arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"--out: {out} cannot be written (Not a directory); name another place" in error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
+    captured = capsys.readouterr()
+    assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1
 
 
 def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm_and_none_at_all_a_line(
@@ -338,14 +343,6 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and
     results[1].warm.cache_misses = 2
     said = "The warm start of these missed a cache and compiled something anew: zoo full."
     assert said in race_notes(shown(results))
-
-
-def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
-    captured = capsys.readouterr()
-    assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
-    assert captured.out == "" and captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

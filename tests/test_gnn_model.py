@@ -58,7 +58,7 @@ def test_one_graph_at_any_depth(name: str, variant: dict[str, Any], graphs: int)
     assert zoo.find_regions(model, kwargs=inputs).graphs_needed == graphs
 
 
-def test_learned_edge_weights_compile_without_a_break() -> None:
+def test_learned_edge_weights_compile_without_a_break_and_raw_edges_break_once() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     weight = (torch.rand(256) + 0.1).requires_grad_()
@@ -67,9 +67,6 @@ def test_learned_edge_weights_compile_without_a_break() -> None:
     (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
     (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
     torch.testing.assert_close(found, expected)
-
-
-def test_raw_edges_break_a_full_compile_once_and_stay_right() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     counter = CompileCounterWithBackend("aot_eager")
@@ -262,19 +259,6 @@ def test_in_place_changes_are_seen() -> None:
         assert not torch.equal(model(x, edge_index), before)
 
 
-def test_a_moved_or_copied_graph_gives_the_same_tensors_for_every_recipe() -> None:
-    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1, 1, 0, 0]])
-    graph, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
-    looped = graph.prepared(Recipe(self_loops=True, normalize=True))
-    assert (looped.num_edges, graph.num_edges, graph.device) == (10, 6, edge_index.device)
-    fresh = CSRGraph.from_edge_index(edge_index, None, 5)
-    for again in (graph.to("cpu"), copy.deepcopy(graph), looped):
-        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
-            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
-                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
-                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
-
-
 def test_convolutions_take_rectangular_graphs() -> None:
     edge_index = torch.tensor([[4, 0, 3, 2], [0, 1, 1, 0]])
     square, rectangular = (CSRGraph.from_edge_index(edge_index, None, sizes) for sizes in ((5, 5), (5, 2)))
@@ -323,7 +307,7 @@ def test_a_neutral_graph_is_prepared_once_for_each_model() -> None:
             torch.testing.assert_close(other(x, prepared), other(x, edge_index), rtol=0, atol=0)
 
 
-def test_graphs_move_and_copy() -> None:
+def test_a_moved_or_copied_graph_gives_the_same_tensors_for_every_recipe() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     graph = model.prepare(edge_index, torch.rand(256), num_nodes=64)
@@ -334,6 +318,16 @@ def test_graphs_move_and_copy() -> None:
     assert on_meta.device.type == "meta" and on_meta.tensors.weight is not None and on_meta.tensors.weight.is_meta
     with pytest.raises(ValueError, match="x is on cpu and the graph on meta"):
         model(x, on_meta)
+    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1, 1, 0, 0]])
+    graph, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
+    looped = graph.prepared(Recipe(self_loops=True, normalize=True))
+    assert (looped.num_edges, graph.num_edges, graph.device) == (10, 6, edge_index.device)
+    fresh = CSRGraph.from_edge_index(edge_index, None, 5)
+    for again in (graph.to("cpu"), copy.deepcopy(graph), looped):
+        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
+            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
+                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
+                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
 
 
 @pytest.mark.gpu

@@ -143,19 +143,6 @@ def test_a_bound_launch_describes_tiles_anew(gpu: Gpu, monkeypatch: pytest.Monke
         assert ([*first.shape], [*first.strides], first.block_shape) == ([*x.shape], [*x.stride()], [1, 32])
 
 
-def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, options = launches()[0]
-    bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)
-    for _ in range(2):
-        launch()
-        bound(*arguments[:3])
-    watched: list[str] = []
-    monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
-    launch()
-    bound(*arguments[:3])
-    assert watched == ["launch"] * 2
-
-
 def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     class OnTheSecond(torch.Tensor):
         def get_device(self) -> int:
@@ -178,13 +165,23 @@ def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytes
     assert launched_on == [0, 1, 0, 1] and current == [0]
 
 
-def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
+def test_launches_that_were_kept_end_with_tritons_cache_and_none_is_kept_where_somebody_watches(gpu, monkeypatch):
     for _ in range(2):
         launch()
     gc.unfreeze()  # what conftest.py froze is not listed
     _forget()
     launch()
     assert gpu.compiled == ["_scaled"] * 2
+    arguments, options = launches()[0]
+    bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)
+    for _ in range(2):
+        launch()
+        bound(*arguments[:3])
+    watched: list[str] = []
+    monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
+    launch()
+    bound(*arguments[:3])
+    assert watched == ["launch"] * 2
 
 
 def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gpu, monkeypatch):

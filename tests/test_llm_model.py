@@ -468,7 +468,7 @@ def test_compiled_regions_train_as_uncompiled_on_a_gpu(options: dict[str, Any], 
                 torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_unsupported_norms_run_without_kernels(gpu: Any) -> None:
+def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_kernels(gpu: Any) -> None:
     x, weight = torch.randn(2, 3, 8), torch.ones(8)
     rms_norm(x, weight, 1e-6), add_rms_norm(x, x, weight, 1e-6)
     assert gpu.launches == ["_norm"] * 2
@@ -478,6 +478,15 @@ def test_unsupported_norms_run_without_kernels(gpu: Any) -> None:
     with pytest.raises(RuntimeError, match="must match the size"):
         rms_norm(x, weight[:4], 1e-6)
     assert len(gpu.launches) == 2
+    weight, x = torch.randn(4, 8), torch.randn(MOST_ROWS, 8)
+    assert few_rows(x, weight)
+    assert not few_rows(torch.randn(MOST_ROWS + 1, 8), weight)
+    with torch.autocast("cpu", torch.bfloat16):  # whose products are in half precision
+        assert not few_rows(x, weight) and few_rows(x.bfloat16(), weight.bfloat16())
+    assert not few_rows(x.bfloat16(), weight) and not few_rows(x, weight.requires_grad_())
+    with torch.no_grad():
+        assert few_rows(x, weight)
+    assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
 
 
 @pytest.mark.parametrize("width", [4, 16, 48])
@@ -490,18 +499,6 @@ def test_unsupported_head_widths_run_without_kernels(width: int, gpu: Any) -> No
     rotate_into(tokens, cache, torch.tensor([[3, 4, 5]] * 2), turns, None, None, 1e-6, 2)
     split_rotated(tokens.clone().requires_grad_(), turns, None, None, 0.0, 2, 1)
     assert not gpu.launches
-
-
-def test_rounded_weights_many_rows_and_gradients_go_the_ordinary_way(gpu: Any) -> None:
-    weight, x = torch.randn(4, 8), torch.randn(MOST_ROWS, 8)
-    assert few_rows(x, weight)
-    assert not few_rows(torch.randn(MOST_ROWS + 1, 8), weight)
-    with torch.autocast("cpu", torch.bfloat16):  # whose products are in half precision
-        assert not few_rows(x, weight) and few_rows(x.bfloat16(), weight.bfloat16())
-    assert not few_rows(x.bfloat16(), weight) and not few_rows(x, weight.requires_grad_())
-    with torch.no_grad():
-        assert few_rows(x, weight)
-    assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
 
 
 def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -653,7 +650,7 @@ def test_leaving_a_stream_early_cuts_the_answer_there(model: LLM, captured: bool
     torch.testing.assert_close(second, model.generate([[4, 5, *answer, 8]], max_new_tokens=5), rtol=0, atol=0)
 
 
-def test_one_stream_at_a_time(model: LLM) -> None:
+def test_a_session_has_one_stream_at_a_time_and_texts_must_fit_into_it(model: LLM) -> None:
     session = Session(model, 1, 64)
     first = session.stream([[4, 5]], max_new_tokens=30, stride=3)
     next(first)
@@ -664,6 +661,15 @@ def test_one_stream_at_a_time(model: LLM) -> None:
     session.generate([[4]], max_new_tokens=3)
     with pytest.raises(RuntimeError, match="cannot continue"):
         next(late)
+    session = Session(model, 2, 16)
+    with pytest.raises(ValueError, match="tokens has 3 rows, but the cache 2"):
+        session.generate(PROMPTS, max_new_tokens=3)
+    session.generate([[1, 2], [3]], max_new_tokens=8)
+    with pytest.raises(ValueError, match="row 0 has 11 tokens and max_new_tokens is 6, but the cache has 16"):
+        session.generate([[1], [1]], max_new_tokens=6)
+    session.generate([[1], [1]], max_new_tokens=5)
+    with pytest.raises(TypeError, match="model is a Linear"):
+        Session(torch.nn.Linear(1, 1), 1, 1)
 
 
 def test_draws_follow_the_seed_and_leave_the_global_state_alone(model: LLM) -> None:
@@ -753,15 +759,3 @@ def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
     with pytest.raises(error, match=words):
         # Not only when the first chunk is asked for.
         model.stream(**call)
-
-
-def test_texts_must_fit_into_a_session(model: LLM) -> None:
-    session = Session(model, 2, 16)
-    with pytest.raises(ValueError, match="tokens has 3 rows, but the cache 2"):
-        session.generate(PROMPTS, max_new_tokens=3)
-    session.generate([[1, 2], [3]], max_new_tokens=8)
-    with pytest.raises(ValueError, match="row 0 has 11 tokens and max_new_tokens is 6, but the cache has 16"):
-        session.generate([[1], [1]], max_new_tokens=6)
-    session.generate([[1], [1]], max_new_tokens=5)
-    with pytest.raises(TypeError, match="model is a Linear"):
-        Session(torch.nn.Linear(1, 1), 1, 1)

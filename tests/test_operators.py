@@ -208,14 +208,6 @@ def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
     torch.testing.assert_close(found[2].double(), grad.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("weight_gradient", "column_sums"):
-        monkeypatch.setattr(products, name, lambda *_: pytest.fail("nobody asked"))
-    x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
-    (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
-    assert x.grad is not None
-
-
 @pytest.mark.parametrize("learns", ["x", "weight", "both"])
 def test_a_product_holds_what_a_gradient_needs_and_no_more(learns: str) -> None:
     x = torch.randn(5, 8).bfloat16().requires_grad_(learns != "weight")
@@ -229,7 +221,7 @@ def test_a_product_holds_what_a_gradient_needs_and_no_more(learns: str) -> None:
     assert held == 2 * needed
 
 
-def test_only_what_autocast_would_convert_is_taken_low() -> None:
+def test_only_what_autocast_would_convert_is_taken_low_and_what_does_not_learn_costs_nothing(monkeypatch):
     x, weight, bias = torch.randn(5, 8).bfloat16(), torch.randn(6, 8), torch.randn(6)
     assert not takes_low(x, weight, bias), "no autocast"
     with torch.autocast("cpu", torch.bfloat16):
@@ -237,6 +229,11 @@ def test_only_what_autocast_would_convert_is_taken_low() -> None:
         assert not takes_low(x.float(), weight, bias) and not takes_low(x.half(), weight, bias)
         assert not takes_low(x, weight.bfloat16(), bias) and not takes_low(x, weight, bias.bfloat16())
         assert not torch.func.vmap(lambda x: torch.tensor(takes_low(x, weight, bias)))(x).any(), "a transform"
+    for name in ("weight_gradient", "column_sums"):
+        monkeypatch.setattr(products, name, lambda *_: pytest.fail("nobody asked"))
+    x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
+    (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -35,7 +35,7 @@ from zoo import Region
 from zoo.engine.signature import mode
 
 
-def test_declared_regions_are_grouped_by_signature() -> None:
+def test_regions_are_grouped_by_signature_and_given_and_left_out_by_class_and_by_path() -> None:
     report = zoo.find_regions(Stack(depth=3))
     (found,) = report.regions
     assert report.declared and found.name == "Block"
@@ -46,9 +46,6 @@ def test_declared_regions_are_grouped_by_signature() -> None:
     assert "Block: 4 module(s), 2 graph(s), budget 2" in text
     assert "2 x blocks.0, blocks.1" in text and "2 x blocks.2, blocks.3" in text
     assert "differs: parameters: linear.weight (4, 4)" in text
-
-
-def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
     model = Sequence(Block(4), Block(4), Block(4))
     assert zoo.find_regions(model, exclude=["blocks.1"]).regions[0].modules == ("blocks.0", "blocks.2")
     assert not zoo.find_regions(model, exclude=[Block]).regions
@@ -231,7 +228,7 @@ class Wrapper(nn.Module):
         return self.outer(self.inner(x))
 
 
-def test_a_class_is_a_region_where_it_stands_alone_as_well() -> None:
+def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multiply_is_none() -> None:
     model = Sequence(*(Block(4) for _ in range(10)), Wrapper(), Wrapper())
     report = zoo.find_regions(model)
     (block,) = [found for found in report.regions if found.name == "Block"]
@@ -241,8 +238,6 @@ def test_a_class_is_a_region_where_it_stands_alone_as_well() -> None:
     zoo.compile_regions(model, backend="eager")
     torch.testing.assert_close(model(x), expected)
 
-
-def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()

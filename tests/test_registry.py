@@ -148,7 +148,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, name: str, value:
         assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_weights_that_a_smaller_dtype_cannot_hold_are_named(tmp_path: Path) -> None:
+def test_weights_that_a_smaller_dtype_cannot_hold_or_that_hold_code_are_named(tmp_path: Path) -> None:
     source = zoo.create("gcn-debug")
     with torch.no_grad():
         source.layers[0].conv.bias.fill_(1e5)
@@ -156,14 +156,6 @@ def test_weights_that_a_smaller_dtype_cannot_hold_are_named(tmp_path: Path) -> N
     zoo.create("gcn-debug", weights=tmp_path / "weights.pt")
     with pytest.warns(zoo.WeightsWarning, match="NaN or infinite values: layers.0.conv.bias;"):
         zoo.create("gcn-debug", weights=tmp_path / "weights.pt", dtype=torch.float16)
-
-
-class Payload:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("/tmp/should-not-exist-from-weights",)
-
-
-def test_weights_that_hold_code_are_refused(tmp_path: Path) -> None:
     for new_format in (True, False):
         torch.save({"a": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
         with pytest.raises(ValueError, match=r"evil\.pt refers to posix\.mkdir; .* as \.safetensors"):
@@ -172,6 +164,11 @@ def test_weights_that_hold_code_are_refused(tmp_path: Path) -> None:
     (tmp_path / "evil.pt").write_bytes(b"garbage" * 20)
     with pytest.raises(ValueError, match=r"evil\.pt cannot be unpickled"):
         zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("/tmp/should-not-exist-from-weights",)
 
 
 class Theirs(nn.Module):
@@ -329,22 +326,7 @@ def test_presets_take_a_folder_that_agrees_in_any_dtype(family: Any, tmp_path: P
         zoo.create(larger, weights=tmp_path)
 
 
-def test_a_save_that_fails_leaves_the_folder_as_it_was(family, tmp_path, monkeypatch):
-    first, second = (model_of(family, seed=seed) for seed in (1, 2))
-    family.save(first, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def full(tensors: Any, path: Path, **options: Any) -> None:
-        Path(path).write_bytes(b"half of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        family.save(second, tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_path: Path) -> None:
+def test_what_an_earlier_model_left_goes_and_a_failed_save_leaves_the_folder_as_it_was(family, tmp_path, monkeypatch):
     model = model_of(family, seed=1)
     family.save(model, tmp_path)
     (weights,) = tmp_path.glob("*.safetensors")
@@ -357,6 +339,18 @@ def test_what_an_earlier_model_left_goes_and_other_files_stay(family: Any, tmp_p
     assert {path.name for path in tmp_path.iterdir()} == names
     again = family.load(tmp_path)
     torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    first, second = (model_of(family, seed=seed) for seed in (1, 2))
+    family.save(first, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        family.save(second, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

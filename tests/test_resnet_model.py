@@ -50,7 +50,7 @@ def test_features_are_the_outputs_of_the_stages() -> None:
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
-def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
+def test_images_too_small_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:
     model = debug().train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.zeros(1, 3, 32, 20))
@@ -60,6 +60,14 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
     assert model.eval()(torch.zeros(1, 3, 1, 1)).shape == (1, 10)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         debug(track_running_stats=False)(torch.zeros(1, 3, 32, 32))
+    model = debug().train()
+    images = torch.randn(4, 3, 40, 40)
+    with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
+        update_bn([images], model)
+    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    for call in (several, torch.compile(several, backend="eager")):
+        with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
+            call(images)
 
 
 def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
@@ -104,17 +112,6 @@ def test_convolutions_that_are_pruned_learn() -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             torch.testing.assert_close(module.weight, module.weight_orig * module.weight_mask)
-
-
-def test_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:
-    model = debug().train()
-    images = torch.randn(4, 3, 40, 40)
-    with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
-        update_bn([images], model)
-    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    for call in (several, torch.compile(several, backend="eager")):
-        with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
-            call(images)
 
 
 STEM_SHAPES = [(2, 3, 32, 32), (1, 3, 33, 47), (2, 1, 7, 9), (2, 4, 30, 31), (3, 2, 224, 10)]

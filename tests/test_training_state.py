@@ -256,7 +256,7 @@ def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_noth
         apart.load(tmp_path)
 
 
-def test_weights_of_a_loss_are_saved_with_it_or_refused(tmp_path: Path):
+def test_weights_of_a_loss_are_saved_with_it_and_what_could_not_be_loaded_again_is_not(tmp_path: Path) -> None:
     def begin() -> tuple[TrainingStep, Any]:
         model, loss = build(), Weighted()
         return TrainingStep(model, loss, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)), loss
@@ -272,8 +272,6 @@ def test_weights_of_a_loss_are_saved_with_it_or_refused(tmp_path: Path):
     step.load(tmp_path, loss=loss)
     assert [step(batch).item() for batch in batches] == expected
 
-
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path):
     class Sampler:
         def state_dict(self) -> dict[str, Any]:
             return {"seen": torch.ones(3), "random": numpy.random.RandomState(0).get_state()}
@@ -380,7 +378,7 @@ def test_running_statistics_are_moved_once_and_where_they_are() -> None:
     assert [buffer.data_ptr() for buffer in model.buffers()] == before
 
 
-def test_less_is_kept():
+def test_less_is_kept_and_uncompile_undoes_it() -> None:
     x = torch.randn(64, 4)
     model = compiled()
     all_kept = kept_bytes(model, x)
@@ -390,9 +388,6 @@ def test_less_is_kept():
     zoo.compile_regions(model, backend="aot_eager")
     checkpoint_regions(model, Block)
     assert kept_bytes(model, x) < half < all_kept
-
-
-def test_uncompile_undoes_it():
     model = checkpoint_regions(compiled(), Block)
     assert restores_random_state(model)
     with zoo.enforce_budget(model):
