@@ -365,19 +365,14 @@ def models() -> list[Refusal]:
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
+    gcn = partial(zoo.create, "gcn-debug")
     theirs = nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)
     return [
         (lambda: zoo.list_models("gn"), "did you mean 'gnn'"),
         (lambda: zoo.create("gcn-debg"), "did you mean 'gcn-debug'"),
-        (
-            lambda: zoo.create("gcn-debug", hiden_channels=3),
-            "no option 'hiden_channels', did you mean 'hidden_channels'",
-        ),
-        (lambda: zoo.create("gcn-debug", dtype=torch.int64), "floating-point"),
-        (
-            lambda: zoo.create("gcn-debug", dtype="float16"),
-            r"dtype is 'float16', but parameters need a floating-point torch\.dtype",
-        ),
+        (partial(gcn, hiden_channels=3), "no option 'hiden_channels', did you mean 'hidden_channels'"),
+        (partial(gcn, dtype=torch.int64), "floating-point"),
+        (partial(gcn, dtype="float16"), r"dtype is 'float16', but parameters need a floating-point torch\.dtype"),
         *(
             (
                 lambda each=each: zoo.from_upstream(each),
@@ -439,6 +434,12 @@ def graphs() -> list[Refusal]:
     graph, weighted = CSRGraph.from_edge_index(EDGES), CSRGraph.from_edge_index(EDGES, weights)
     rectangular = CSRGraph.from_edge_index(EDGES, num_nodes=(5, 6))
     wide, unused = SAGEConv((12, 4), 3), "carries edge weights, which this layer does not use"
+    more = r"the graph has 6 destinations and x 5 rows, .* pass x=\(sources, destinations\)"
+    tensors = "edge_weight was given with prepared tensors.*with_weights"
+
+    def convolve(conv: Any, x: Tensor = X, edge_index: Tensor = EDGES) -> Tensor:
+        return conv(x, edge_index)
+
     misuse = [
         (lambda: gat(X, EDGES, weights), "does not use edge weights"),
         (lambda: sage(X, EDGES, weights), "does not use edge weights"),
@@ -454,28 +455,16 @@ def graphs() -> list[Refusal]:
         (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=(5, 5, 5)), r"\(5, 5, 5\)"),
         (lambda: wide((X, torch.randn(5, 4)), rectangular), "x has 5 rows, the graph 6 nodes"),
         (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \[5, 12\], expected \[N, 4\]"),
-        *(
-            (
-                lambda conv=conv: conv(X, rectangular),
-                r"the graph has 6 destinations and x 5 rows, .* pass x=\(sources, destinations\)",
-            )
-            for conv in (SAGEConv(12, 3), GATConv(12, 3))
-        ),
+        *((partial(conv, X, rectangular), more) for conv in (SAGEConv(12, 3), GATConv(12, 3))),
         (lambda: wide(X, graph), r"shape \[5, 12\], expected \[N, 4\]"),
         (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
         (lambda: GATConv(3, 3, heads=0), "heads is 0, expected a positive integer"),
         (lambda: GATConv(3, 3, dropout=2.0), "dropout is 2.0, expected a probability"),
         (lambda: GCNConv(3, 3, add_self_loops=True, normalize=False), "normalize False"),
-        *(
-            (
-                lambda conv=conv: conv(X, graph.tensors, weights),
-                "edge_weight was given with prepared tensors.*with_weights",
-            )
-            for conv in (GCNConv(12, 3), SAGEConv(12, 3, aggr="sum"), GATConv(12, 3))
-        ),
+        *((partial(conv, X, graph.tensors, weights), tensors) for conv in (*convs[:2], SAGEConv(12, 3, aggr="sum"))),
         (lambda: mean_neighbours(X, graph.tensors), "needs the graph's inverse degrees"),
     ]
-    nodes = torch.tensor([[0, 4, 2], [0, 1, 2]])
+    nodes, weighing = torch.tensor([[0, 4, 2], [0, 1, 2]]), [partial(each, X, EDGES) for each in (gcn, convs[0])]
     rootless = SAGEConv((12, 4), 3, root_weight=False)
     batch = next(NeighborSampler(graph_of(200, 3000), fanouts=(3, 2), batch_size=8, num_nodes=200).epoch(0))
     x, own, cut = torch.randn(201, 6), torch.randn(len(batch.nodes), 6), batch.graphs
@@ -484,23 +473,10 @@ def graphs() -> list[Refusal]:
     of_two, of_three = (zoo.create("graphsage-debug", **{**narrow, "num_layers": n}) for n in (2, 3))
     return [
         *misuse,
-        *(
-            (
-                lambda conv=conv, given={"x": X, "edge_index": EDGES} | change: conv(given["x"], given["edge_index"]),
-                words,
-                error,
-            )
-            for conv in convs
-            for change, error, words in GRAPHS
-        ),
+        *((partial(convolve, conv, **change), words, error) for conv in convs for change, error, words in GRAPHS),
         *(
             (partial(call, **change), *said)
-            for call in (
-                partial(gcn, X, EDGES),
-                partial(convs[0], X, EDGES),
-                partial(gcn.prepare, EDGES),
-                graph.with_weights,
-            )
+            for call in (*weighing, partial(gcn.prepare, EDGES), graph.with_weights)
             for change, *said in WEIGHTS
         ),
         (lambda: convs[0]((X, X), nodes), "x is a tuple of 2, expected .*sources alone", TypeError),
@@ -513,7 +489,7 @@ def graphs() -> list[Refusal]:
         (lambda: of_two(own, cut[:1] * 2), "layer 1 is given"),
         (lambda: of_two(x, cut), r"layer 0 is given 201 rows, and its graph is .* pass x\[batch\.nodes\]"),
         (
-            lambda: of_two(x, batch),
+            partial(of_two, x, batch),
             r"edge_index is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]",
             TypeError,
         ),
@@ -558,12 +534,17 @@ PACKED: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 
 
+SCALINGS: list[tuple[Any, ...]] = [
+    ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'"),
+    ({"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "needs low < high"),
+    ({"kind": "linear", "factor": 2.0, "low_freq_factor": 4.0}, "has a factor only"),
+    ({"kind": "linear", "factor": 0}, "factor is 0"),
+]
+
+
 def texts() -> list[Refusal]:
-    bert, roberta, packed = (
-        zoo.create("bert-debug"),
-        zoo.create("bert-debug", kind="roberta", pad_token_id=1),
-        pack(IDS),
-    )
+    bert, roberta = zoo.create("bert-debug"), zoo.create("bert-debug", kind="roberta", pad_token_id=1)
+    masked, packed = zoo.create("bert-debug", head="masked-lm"), pack(IDS)
     return [
         *(
             (lambda options=options, given=given: zoo.create("bert-debug", **options)(IDS, **given), *said)
@@ -575,22 +556,8 @@ def texts() -> list[Refusal]:
         (lambda: bert(pack(IDS * 200)), "input_ids has values from 200 to 200"),
         (lambda: bert(pack(IDS, token_type_ids=IDS * 3)), "token_type_ids has values from 3"),
         (lambda: roberta(packed), "counts positions from 0: pack with config=model.config"),
-        (
-            lambda: zoo.create("bert-debug", head="masked-lm")(packed, labels=IDS[:, :4]),
-            r"labels has shape \[2, 4\]",
-        ),
-        *(
-            (lambda options=options: RopeScaling(**options), words)
-            for options, words in (
-                ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'"),
-                (
-                    {"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
-                    "needs low < high",
-                ),
-                ({"kind": "linear", "factor": 2.0, "low_freq_factor": 4.0}, "has a factor only"),
-                ({"kind": "linear", "factor": 0}, "factor is 0"),
-            )
-        ),
+        (lambda: masked(packed, labels=IDS[:, :4]), r"labels has shape \[2, 4\]"),
+        *((partial(RopeScaling, **options), words) for options, words in SCALINGS),
     ]
 
 
@@ -610,7 +577,8 @@ SAMPLERS: list[tuple[Any, ...]] = [
 
 def images() -> list[Refusal]:
     model, pixels = zoo.create("resnet-debug"), torch.zeros(1, 3, 64, 64)
-    folded = fold_batch_norm(model)
+    folded, fold = fold_batch_norm(model), partial(fold_batch_norm, model)
+    autocast = torch.autocast("cpu", torch.bfloat16)
     unfolded = zoo.create("resnet-debug", track_running_stats=False)
     x, row, one = torch.randn(6, 8), torch.randn(8), torch.randn(2, 5, 2, 8)
     residual = r"residual has shape \(1, 8\), expected that of x, \(6, 8\)"
@@ -619,20 +587,11 @@ def images() -> list[Refusal]:
         (lambda: fold_batch_norm(nn.Linear(2, 2)), r"Linear is not a ResNet of the zoo; zoo\.from_upstream", TypeError),
         (lambda: fold_batch_norm(folded), "folded already"),
         (lambda: fold_batch_norm(unfolded), "track_running_stats is False"),
-        (
-            lambda: fold_batch_norm(model, convolutions="slow"),
-            "convolutions is 'slow', expected one of 'glue', 'fused'",
-        ),
-        (
-            lambda: fold_batch_norm(model, pointwise="gemm"),
-            "pointwise is 'gemm', expected one of 'convolution', 'matmul'",
-        ),
+        (partial(fold, convolutions="slow"), "convolutions is 'slow', expected one of 'glue', 'fused'"),
+        (partial(fold, pointwise="gemm"), "pointwise is 'gemm', expected one of 'convolution', 'matmul'"),
         (lambda: zoo.to_upstream(folded), "folded into the convolutions: convert"),
         (lambda: folded(pixels.clone().requires_grad_()), "a folded model is for inference"),
-        (
-            lambda: torch.autocast("cpu", torch.bfloat16)(lambda: folded(pixels))(),
-            r"use model\.to\(torch\.bfloat16\)",
-        ),
+        (autocast(lambda: folded(pixels)), r"use model\.to\(torch\.bfloat16\)"),
         (lambda: folded(pixels.half()), r"expected float32; use images\.to\(torch\.float32\);", TypeError),
         # Operators of UNets.
         (lambda: conv_add(x, row, x[:1]), residual),

@@ -197,7 +197,7 @@ def test_the_reference_is_the_library_s_own_model(input: str):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_what_lies_behind_the_position_is_not_seen_and_what_lies_before_is(impl: str):
+def test_what_lies_behind_the_position_is_not_seen_and_reset_makes_the_next_call_the_first_again(impl: str) -> None:
     prepared = LLM.prepare(impl=impl)
     expected, step = first_call(prepared), prepared.model
     layer = step.cache.layers[1]
@@ -206,6 +206,13 @@ def test_what_lies_behind_the_position_is_not_seen_and_what_lies_before_is(impl:
         prepared.reset()
         keys[:, :, slot] = 7.0
         assert (error(call(prepared), expected) > 1e-3) == seen
+    prepared = LLM.prepare(impl=impl)
+    first, second = call(prepared), call(prepared)
+    assert error(second, first) > 0.1
+    for _ in range(40):
+        call(prepared)
+    assert torch.equal(first_call(prepared), first)
+    assert torch.equal(call(prepared), second)
 
 
 def test_all_implementations_decode_the_same_tokens(small: None):
@@ -216,17 +223,6 @@ def test_all_implementations_decode_the_same_tokens(small: None):
             assert error(output, outputs[0]) < 1e-5
             assert torch.equal(arm.model.tokens, output.view(3, -1).argmax(-1, keepdim=True))
             assert torch.equal(arm.model.positions, arms[0].model.positions)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_reset_makes_the_next_call_the_first_again(impl: str):
-    prepared = LLM.prepare(impl=impl)
-    first, second = call(prepared), call(prepared)
-    assert error(second, first) > 0.1
-    for _ in range(40):
-        call(prepared)
-    assert torch.equal(first_call(prepared), first)
-    assert torch.equal(call(prepared), second)
 
 
 def test_long_rows_are_checked_by_two_steps_and_the_loss_in_parts_is_the_library_s(monkeypatch):

@@ -81,7 +81,7 @@ def test_every_arm_works_once_a_round_in_an_order_that_changes_and_is_the_seeds(
     assert all(sorted(turns) == ["a", "b", "c"] for turns in orders[0]) and len(set(orders[0])) > 2
 
 
-def test_samples_carry_their_round_and_groups_do_not_mix():
+def test_samples_carry_their_round_and_an_arm_that_crashes_drops_out() -> None:
     arms = start(Runner("a"), Runner("b"))
     go(arms, rounds=2)
     for arm in arms:
@@ -91,9 +91,6 @@ def test_samples_carry_their_round_and_groups_do_not_mix():
         steady = arm.result.steady
         assert steady.rounds == [0, 1, 1000, 1001] and steady.calls_per_round == 7
         assert steady.wall_ms == [2.0] * 4 and steady.device_ms == [1.0] * 4 and steady.host_ms == [0.5] * 4
-
-
-def test_an_arm_that_crashes_drops_out_and_the_others_go_on():
     broken = Runner("b", fails_at=3)
     arms = start(Runner("a"), broken)
     go(arms, rounds=6)

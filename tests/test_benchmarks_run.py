@@ -112,17 +112,15 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
     return plan
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--device", "cpu"),
-        ("--device", "cuda"),
-        ("--device", "cuda", "--impl", "zoo,zoo-library", "--strategy", "full,full+dynamic", "--arm", "*dynamic"),
-        ("--device", "cuda", "--strategy", "full+dynamic", "--mode", "max-autotune-no-cudagraphs"),
-    ],
-)
+DYNAMIC = [
+    "cuda --impl zoo,zoo-library --strategy full,full+dynamic --arm *dynamic",
+    "cuda --strategy full+dynamic --mode max-autotune-no-cudagraphs",
+]
+
+
+@pytest.mark.parametrize("options", ["cpu", "cuda", *DYNAMIC])
 def test_a_rows_command_measures_that_row_and_no_other(monkeypatch, tmp_path, options):
-    plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
+    plan = planned(monkeypatch, "--family", FAKE, "--out", str(tmp_path / "run"), "--device", *options.split())
     settings = settings_in(tmp_path)
     for case in plan.cases:
         words = shlex.split(command_of(case, settings))

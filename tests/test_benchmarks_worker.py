@@ -144,7 +144,7 @@ def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
 
 
 @pytest.mark.slow
-def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
+def test_stray_prints_do_not_reach_the_replies_and_a_timeout_kills_the_process(workers: list[Worker]) -> None:
     worker = start(workers, "print")
     assert worker.ask("start_up", folder=None)["ok"]
     assert worker.ask("first_call")["ok"]
@@ -152,10 +152,6 @@ def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
     worker.stop()
     assert not worker.alive
     assert "a stray print" in "\n".join(worker._stderr)
-
-
-@pytest.mark.slow
-def test_a_timeout_kills_the_process(workers: list[Worker]):
     worker = start(workers, "sleep")
     worker.timeout = 0.5
     with pytest.raises(WorkerFailure, match="start_up took longer than 0.5 s") as caught:

@@ -1,7 +1,7 @@
 """Conversion, asked of every family: upstream's numbers and gradients, its folders both ways, and what is refused."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,8 @@ from tests import llm_reference as llm
 from tests import unet_reference as unet
 from tests.fuzzing import Results, backward, compare, randomize
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
+pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
 Make = Callable[[], nn.Module]
-
-
-@pytest.fixture(scope="module")
-def _exact_norms() -> Iterator[None]:
-    with llm.exact_norms():
-        yield
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -231,7 +231,7 @@ def test_autocast_bakes_no_cast_in(device: str, place: str) -> None:
         torch.testing.assert_close(step(x), model(x))
 
 
-def test_a_replay_runs_in_the_mode_of_its_capture(device: str) -> None:
+def test_a_replay_runs_in_the_mode_of_its_capture_and_draws_as_if_nothing_had_been_captured(device: str) -> None:
     model, x = Stack().to(device), torch.randn(2, 4, device=device)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         step = zoo.cuda_graph(model, (x,))
@@ -243,9 +243,6 @@ def test_a_replay_runs_in_the_mode_of_its_capture(device: str) -> None:
     with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
         full_precision = step(x)
     torch.testing.assert_close(full_precision, model(x).detach())
-
-
-def test_random_state_is_as_if_nothing_had_been_captured(device: str) -> None:
     model, x = Dropping(16).to(device).train(), torch.randn(8, 16, device=device)
     with torch.no_grad():
         step = zoo.cuda_graph(model, (x,))

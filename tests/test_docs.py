@@ -48,20 +48,11 @@ def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
 
 
 FAMILY_PAGE = ROOT / "docs/reference/adding-a-family.md"  # whose blocks are files
+FIRST, *OTHERS = (page for page in PAGES if page != FAMILY_PAGE and blocks(page, "python"))
 
 
 # Most pages compile what other tests compile, too.
-FIRST_PAGES = [ROOT / "README.md"]
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page in FIRST_PAGES else pytest.mark.slow, id=name_of(page))
-        for page in PAGES
-        if page != FAMILY_PAGE and blocks(page, "python")
-    ],
-)
+@pytest.mark.parametrize("page", [FIRST, *(pytest.param(page, marks=pytest.mark.slow) for page in OTHERS)], ids=name_of)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # One module a page, its blocks in order. Classes need a module that can be found by name, and what a page
     # registers stays in this test.

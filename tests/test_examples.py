@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import zoo
 from examples import chat, own_model, serve, train
 from tests.test_unet_sampler import pipeline
 from zoo.engine.compile import plan_of
-from zoo.llm import LLM, load, save
+from zoo.llm import load, save
 
 FIGURES = re.compile(r"(\d+) tokens; first token after [\d.]+ ms; [\d.]+ tokens/s, [\d.e+-]+ GB/s of weights")
 
@@ -42,6 +43,12 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     return tmp_path
+
+
+def noting() -> tuple[list[Any], Callable[[Any], Any]]:
+    """Models that are compiled, and what compiles them by a light backend."""
+    models: list[Any] = []
+    return models, lambda model: (models.append(model), zoo.compile_regions(model, backend="aot_eager"))[1]
 
 
 def words(ids: list[int]) -> str:
@@ -98,12 +105,7 @@ def test_a_prompt_is_continued(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypatch):
     template = "{% for message in messages %}{{ 'w1 ' + message.content + ' w2 ' }}{% endfor %}w3"
     (folder / "chat_template.jinja").write_text(template)
-    models: list[LLM] = []
-
-    def compiled(model: LLM) -> torch.nn.Module:
-        models.append(model)
-        return zoo.compile_regions(model, backend="aot_eager")
-
+    models, compiled = noting()
     monkeypatch.setattr(chat, "compile_regions", compiled)
     monkeypatch.setattr(sys, "stdin", io.StringIO("w7 w8\nw9\n\n"))
     chat.main([str(folder), "--device", "cpu", "--max-new-tokens", "4", "--slots", "64", "--dtype", "bfloat16"])
@@ -206,12 +208,7 @@ def test_the_images_are_diffusers(kind, example, folders, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_model_is_compiled_and_captured(example, folders, tmp_path, monkeypatch):
-    models: list[torch.nn.Module] = []
-
-    def compiled(model: torch.nn.Module) -> torch.nn.Module:
-        models.append(model)
-        return zoo.compile_regions(model, backend="aot_eager")
-
+    models, compiled = noting()
     monkeypatch.setattr(example, "zoo", type("", (), {**vars(zoo), "compile_regions": staticmethod(compiled)}))
     found = run(example, folders["sd"], tmp_path / "compiled.png")
     assert plan_of(models[0]) is not None and zoo.captures(models[0]).replays == 4  # of 2 + 3 steps all but the first

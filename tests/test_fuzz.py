@@ -1,7 +1,6 @@
 """Random models of every family, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,20 +19,13 @@ from torchvision.ops import FrozenBatchNorm2d
 import zoo
 from tests.bert_reference import NAMES
 from tests.gnn_reference import edges_of
-from tests.llm_reference import exact_norms
 from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.bert import pack, unpack
 from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
 from zoo.training import TrainingStep
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
+pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
 POSITIONS = 40
-
-
-@pytest.fixture(scope="module")
-def _exact_norms() -> Iterator[None]:
-    with exact_norms():
-        yield
 
 
 @st.composite

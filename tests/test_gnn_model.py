@@ -154,7 +154,7 @@ def edges(name: str) -> tuple[Tensor, tuple[int, int]]:
 
 
 @every_graph
-def test_rows_are_sorted_and_stable(name: str) -> None:
+def test_rows_are_sorted_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     weight = torch.arange(edge_index.shape[1], dtype=torch.float32)
     graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
@@ -168,10 +168,6 @@ def test_rows_are_sorted_and_stable(name: str) -> None:
     assert tensors.destination[transpose.permutation].equal(transpose.destination)
     assert tensors.source[transpose.permutation].equal(torch.sort(edge_index[0]).values)
     assert transpose.colptr.tolist() == [int((edge_index[0] < s).sum()) for s in range(sizes[0] + 1)]
-
-
-@every_graph
-def test_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     weight, x = torch.rand(edge_index.shape[1], dtype=torch.float64), torch.randn(sizes[0], 3, dtype=torch.float64)
     weighted = CSRGraph.from_edge_index(edge_index, weight, sizes).tensors
@@ -389,7 +385,15 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return found
 
 
-def test_second_derivatives_and_gradients_through_dropout() -> None:
+def test_dropout_leaves_out_the_asked_share_and_gradients_pass_through_it() -> None:
+    edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
+    graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
+    ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
+    drawn = torch.stack([attend(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
+    assert drawn.unique().numel() > 20, "calls and heads must draw anew"
+    assert (drawn.mean() - 1.0).abs() < 0.01
+    # All weights are one in 4000: the variance of the sum of kept ones is p / (1 - p) in 4000.
+    assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
     graph = random_graph(mean=True).tensors
     x = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: mean_neighbours(x, graph).square(), (x,))
@@ -401,17 +405,6 @@ def test_second_derivatives_and_gradients_through_dropout() -> None:
         return attend(*inputs, graph, 0.2, 0.4)
 
     assert torch.autograd.gradcheck(drawn, (x3, *scores))
-
-
-def test_dropout_leaves_out_the_asked_share_and_keeps_the_mean() -> None:
-    edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
-    graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
-    ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
-    drawn = torch.stack([attend(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
-    assert drawn.unique().numel() > 20, "calls and heads must draw anew"
-    assert (drawn.mean() - 1.0).abs() < 0.01
-    # All weights are one in 4000: the variance of the sum of kept ones is p / (1 - p) in 4000.
-    assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -553,9 +546,7 @@ def test_offsets_past_two_to_the_31() -> None:
         (lambda: mean_neighbours(x, graph), edge_sum(few, *small, len(used), row_scale=scale)),
         (
             lambda: attend(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
-            edge_attention(
-                few.view(-1, 2, 128), score[used].double(), score[used].double(), 0.2, *small, len(used)
-            ).flatten(1),
+            edge_attention(few.view(-1, 2, 128), *[score[used].double()] * 2, 0.2, *small, len(used)).flatten(1),
         ),
     ):
         out = ours()

@@ -168,11 +168,6 @@ def test_a_chain_of_operators_compiles_in_no_time() -> None:
     assert torch.equal(torch.compile(chain, backend="inductor")(torch.zeros(2)), -torch.ones(2))
 
 
-def test_sums_keep_the_precision_of_doubles() -> None:
-    x = torch.randn(5, 7, 3, dtype=torch.float64)
-    torch.testing.assert_close(column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: bool) -> None:
     x = torch.randn(2, 5, 8).bfloat16().requires_grad_()
@@ -197,7 +192,7 @@ def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: boo
     torch.testing.assert_close(found[1], torch.outer(grad[0, 0].float(), vector.float()))
 
 
-def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
+def test_gradients_of_a_low_product_and_what_it_is_added_to_and_sums_of_doubles() -> None:
     added, x = torch.randn(5, 6).bfloat16().requires_grad_(), torch.randn(5, 8).bfloat16().requires_grad_()
     weight, grad = torch.randn(6, 8).requires_grad_(), torch.randn(5, 6).bfloat16()
     out = low_add_linear(added, x, weight)
@@ -206,6 +201,8 @@ def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
     assert found[0].data_ptr() == grad.data_ptr()
     torch.testing.assert_close(found[1].double(), grad.double() @ weight.bfloat16().double(), rtol=8e-3, atol=8e-3)
     torch.testing.assert_close(found[2].double(), grad.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    torch.testing.assert_close(column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("learns", ["x", "weight", "both"])

@@ -76,7 +76,7 @@ def test_an_index_that_is_read_and_an_inherited_forward_are_obstacles_and_an_ind
     assert report.graphs_needed == 2 and report.obstacles == ()
 
 
-def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
+def test_inputs_tell_layers_apart_and_find_a_bypass_and_a_report_says_so() -> None:
     class Bypass(Sequence):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[0](x)
@@ -88,6 +88,10 @@ def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
     assert zoo.find_regions(model, args=(x,)) == report
     assert report.regions[0].signatures == (("blocks.0", "blocks.2"), ("blocks.1",))
     assert "blocks.2 was not called as a module" in str(report.obstacles[0])
+    model, x = Refining().eval(), torch.randn(2, 8)
+    said = "give zoo.compile_regions the same args= and kwargs="
+    assert said not in str(zoo.find_regions(model)) and said in str(zoo.find_regions(model, args=(x,)))
+    assert said not in str(zoo.find_regions(model, [Core], args=(x,)))
 
 
 class Doubling(Sequence):
@@ -398,13 +402,6 @@ class Core(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(x).tanh())
-
-
-def test_a_report_says_that_a_call_told_its_regions() -> None:
-    model, x = Refining().eval(), torch.randn(2, 8)
-    said = "give zoo.compile_regions the same args= and kwargs="
-    assert said not in str(zoo.find_regions(model)) and said in str(zoo.find_regions(model, args=(x,)))
-    assert said not in str(zoo.find_regions(model, [Core], args=(x,)))
 
 
 def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when_a_call_shows_it() -> None:

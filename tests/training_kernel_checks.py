@@ -260,7 +260,7 @@ def test_rows_match_torch(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_blocks")
-def test_rows_with_nan_and_infinity_match_torch() -> None:
+def test_rows_with_nan_and_infinity_match_torch_and_a_label_that_is_no_class_is_no_number() -> None:
     logits = values(10, 600, scale=3.0)
     logits[0, 5:] = -math.inf
     logits[1, :590] = -math.inf
@@ -275,9 +275,6 @@ def test_rows_with_nan_and_infinity_match_torch() -> None:
     labels = torch.tensor([2, 595, 0, 4, 0, 7, 0, 3, 100, IGNORED], device=DEVICE)
     check_rows(logits, labels, 0.5)
     check_rows(logits, torch.tensor([100, 3, 1, 17, 1, 300, 2, 599, 5, 599], device=DEVICE), 1.0)
-
-
-def test_a_label_that_is_no_class_is_no_number_and_no_other_rows() -> None:
     logits = values(4, 50)
     labels = torch.tensor([3, 50, -1, 2**40], device=DEVICE)
     found = logits.clone()

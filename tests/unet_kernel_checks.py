@@ -290,16 +290,13 @@ def test_products_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch)
         close_rows(gated_gelu_product(x, w, b), gated_gelu(F.linear(x, w).double(), b.double()), x.dtype)
 
 
-def test_a_mean_far_from_zero_costs_a_layer_norm_no_variance() -> None:
+def test_a_mean_far_from_zero_costs_a_layer_norm_no_variance_and_wide_rows_run_without_kernels(monkeypatch):
     x, weight, bias = kernel_checks.values(3, 320, mean=1e4), kernel_checks.values(320), kernel_checks.values(320)
     found = layer_norm(x, weight, bias, 1e-5)
     # One bit of the mean is a thousandth of the deviation, and the mean of 320 is within some of them.
     close_rows(found, layer_norm(x.double(), weight.double(), bias.double(), 1e-5), torch.float32, times=1000)
     x[:] = 3.0
     assert torch.equal(layer_norm(x, weight, bias, 1e-5), bias.expand(3, -1))
-
-
-def test_rows_wider_than_a_program_run_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_kernels, "layer_norm", lambda *_, **__: pytest.fail("a kernel ran"))
     x, weight, bias = kernel_checks.values(3, 2049), kernel_checks.values(2049), kernel_checks.values(2049)
     with torch.no_grad():
