@@ -266,7 +266,7 @@ BY_HAND: list[tuple[Make, Any, str]] = [
     (
         partial(graph_model, pyg.GCN, {"num_layers": 3}),
         ("convs.1", "improved", True),
-        "convs.1.improved=True.*expected F",
+        "convs.1.improved=True.*expected False",
     ),
     (partial(graph_model, pyg.GAT, {}), ("convs.0", "dropout", 0.5), r"dropout=0\.5"),
 ]

@@ -266,6 +266,8 @@ def test_convolutions_take_rectangular_graphs() -> None:
         torch.testing.assert_close(conv(x, rectangular), conv(x, square)[:2])
     more = CSRGraph.from_edge_index(torch.tensor([[4, 0], [5, 1]]), None, (5, 6))
     assert GCNConv(12, 3, normalize=False)(torch.randn(5, 12), more).shape == (6, 3)
+    rootless = SAGEConv((12, 4), 3, root_weight=False)  # destinations without features of their own
+    assert rootless((torch.randn(5, 12), torch.empty(2, 0)), rectangular).shape == (2, 3)
 
 
 def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
