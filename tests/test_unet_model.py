@@ -209,6 +209,11 @@ def test_half_precision_is_rounded_once() -> None:
 
 
 def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stride, height, width in ((1, 4, 6), (2, 4, 6), (2, 5, 3), (3, 7, 7), (1, 1, 1)):
+        x, weight = torch.randn(2, 8, height, width), torch.randn(4, 8, 3, 3)
+        expected = F.conv2d(x, weight, stride=stride, padding=1)
+        rows = windows(x.permute(0, 2, 3, 1), stride) @ weight.permute(0, 2, 3, 1).flatten(1).t()
+        torch.testing.assert_close(rows.view(2, *expected.shape[2:], 4).permute(0, 3, 1, 2), expected)
     monkeypatch.setattr(convs, "kernels_run", lambda *_: True)
     weight = torch.empty(8, 640, 3, 3, memory_format=torch.channels_last)
     for shape, stride, expected in (
@@ -218,11 +223,6 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(mo
         assert windows_run(torch.empty(shape), weight, stride) == expected
     # Of another layout the weight would be copied in every call.
     assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
-    for stride, height, width in ((1, 4, 6), (2, 4, 6), (2, 5, 3), (3, 7, 7), (1, 1, 1)):
-        x, weight = torch.randn(2, 8, height, width), torch.randn(4, 8, 3, 3)
-        expected = F.conv2d(x, weight, stride=stride, padding=1)
-        rows = windows(x.permute(0, 2, 3, 1), stride) @ weight.permute(0, 2, 3, 1).flatten(1).t()
-        torch.testing.assert_close(rows.view(2, *expected.shape[2:], 4).permute(0, 3, 1, 2), expected)
 
 
 def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
