@@ -348,7 +348,11 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (RuntimeError("CUDA error: CUDA-capable device(s) is/are busy"), "device-busy", "CUDA_VISIBLE_DEVICES"),
+        (
+            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+            "device-busy",
+            "CUDA_VISIBLE_DEVICES",
+        ),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "device-busy", "wait for it"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "out-of-memory", "out of memory"),
         (MemoryError(), "out-of-memory", "MemoryError"),
@@ -359,7 +363,11 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out-of-memory", "CUDNN"),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "failed", "a disk is full"),
         # The remedy, which a long message does not push out.
-        (OSError(errno.ENOSPC, "No space", "/" + "x" * 3000), "failed", "the compiler's caches go there"),
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/" + "x" * 3000),
+            "failed",
+            "the compiler's caches go there",
+        ),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "failed", "a disk is full"),
         (OSError(errno.EROFS, os.strerror(errno.EROFS), "/x"), "failed", "the disk cannot be written"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/of/the/user"), "failed", "/data/of/the/user"),

@@ -222,7 +222,7 @@ def test_the_example_trains_on_two_processes(dimension: str) -> None:
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_parallel.py", "llm-debug",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", *command, "llm-debug", "--dimension", dimension, "--steps", "3"],
+        [sys.executable, "-m", *command, "--dimension", dimension, "--steps", "3"],
         cwd=HERE.parent, env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=250,
     )  # fmt: skip
