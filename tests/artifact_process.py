@@ -109,7 +109,6 @@ FOREIGN = {each.__name__: each for each in (bert, llama, llama_dynamic, llama_de
 
 
 def step(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """Outputs of a call, and in training the gradients."""
     torch.manual_seed(1)
     model.zero_grad()
     with torch.inference_mode(not model.training):
@@ -121,7 +120,6 @@ def step(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def refuse(*_: Any, **__: Any) -> Any:
-    """In place of a compiler."""
     raise AssertionError("something is compiled")
 
 

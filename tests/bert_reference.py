@@ -6,36 +6,25 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.fuzzing import randomize, relative_error
+
 SIZES: dict[str, Any] = {
     "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48,
     "max_position_embeddings": 40, "type_vocab_size": 2,
 }  # fmt: skip
 NAMES = {
-    "pooled": "Model",
-    "masked-lm": "ForMaskedLM",
-    "sequence-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-}
+    "pooled": "Model", "masked-lm": "ForMaskedLM", "sequence-classification": "ForSequenceClassification",
+    "token-classification": "ForTokenClassification", "question-answering": "ForQuestionAnswering",
+}  # fmt: skip
 KINDS = ("bert", "roberta")
 CASES = [(kind, head) for kind in KINDS for head in NAMES]
 
 
 def make(kind: str, head: str, **options: Any) -> Any:
-    """In eval mode. Biases and norms are drawn too: at zero and one a forgotten one would not show."""
     cls = getattr(transformers, {"bert": "Bert", "roberta": "Roberta"}[kind] + NAMES[head])
     labels = {} if head == "question-answering" else {"num_labels": 3}
     extra = {name: options.pop(name) for name in ("add_pooling_layer",) if name in options}
-    model = cls(cls.config_class(**{**SIZES, **labels, **options}), **extra)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.2 * drawn + (1.0 if "orm.weight" in name else 0.0))
-            else:
-                parameter.copy_(drawn * parameter.shape[-1] ** -0.5)
-    return model.eval()
+    return randomize(cls(cls.config_class(**{**SIZES, **labels, **options}), **extra), 0).eval()
 
 
 def batch(kind: str, rows: int = 4, tokens: int = 11, seed: int = 0) -> dict[str, Tensor]:
@@ -52,7 +41,6 @@ def batch(kind: str, rows: int = 4, tokens: int = 11, seed: int = 0) -> dict[str
 
 
 def labels(head: str, rows: int = 4, tokens: int = 11) -> dict[str, Tensor]:
-    """What the head is compared with."""
     generator = torch.Generator().manual_seed(1)
     if head == "question-answering":
         start = torch.randint(tokens, (rows,), generator=generator)
@@ -64,10 +52,6 @@ def labels(head: str, rows: int = 4, tokens: int = 11) -> dict[str, Tensor]:
     classes = SIZES["vocab_size"] if head == "masked-lm" else 3
     drawn = torch.randint(classes, (rows, tokens), generator=generator)
     return {"labels": torch.where(torch.rand(drawn.shape, generator=generator) < 0.3, drawn, -100)}
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
 
 
 def compare(ours: Any, theirs: Any, where: Tensor | None = None, tight: float = 1e-5) -> None:

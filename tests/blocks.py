@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,15 @@ def graphs_of(model: nn.Module) -> dict[str, int]:
     return found
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+class Wired(nn.Module):
+    """Has a linear layer; what a block does with it, its forward says."""
+
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
 
+
+class Block(Wired):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.relu(self.linear(x))
 
@@ -53,26 +57,18 @@ class Stack(nn.Module):
         return x
 
 
-class IndexedBlock(nn.Module):
+class IndexedBlock(Wired):
     """Reads its index: a graph a layer."""
 
     def __init__(self, width: int, index: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
+        super().__init__(width)
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * (self.index + 1)
 
 
-class StoringBlock(nn.Module):
-    """Stores its index and never reads it."""
-
-    def __init__(self, width: int, index: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.index = index
-
+class StoringBlock(IndexedBlock):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).relu()
 
@@ -80,11 +76,7 @@ class StoringBlock(nn.Module):
         return f"index={self.index}"
 
 
-class Disabled(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
+class Disabled(Wired):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -101,10 +93,9 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Dropping(nn.Module):
+class Dropping(Wired):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
+        super().__init__(width)
         self.norm = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,15 +103,15 @@ class Dropping(nn.Module):
 
 
 class Sequence(nn.Module):
-    """Any blocks, one after the other; declares nothing."""
+    """Any blocks, one after the other, each given what the call gives; declares nothing."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *given: Any) -> Tensor:
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *given)
         return x
 
 
@@ -129,5 +120,14 @@ class Declared(Sequence):
 
 
 def declared(*regions: Region) -> type[Declared]:
-    """A Sequence that declares these regions."""
     return type("DeclaredHere", (Declared,), {"regions": regions})
+
+
+def nested() -> nn.Module:
+    """A class that repeats within another that does."""
+    return nn.Sequential(Sequence(Block(4)), Sequence(Block(4)))
+
+
+def same_gradients(ours: nn.Module, theirs: nn.Module, **limits: float) -> None:
+    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, **limits, msg=lambda text, name=name: f"{name}: {text}")

@@ -103,6 +103,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module")
+def exact_norms() -> Iterator[None]:
+    from tests import llm_reference
+
+    with llm_reference.exact_norms():
+        yield
+
+
 @pytest.fixture
 def no_worker_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers of the benchmark compile by a light backend, and none outlives the test."""

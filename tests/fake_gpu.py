@@ -44,7 +44,6 @@ class Gpu:
         return 0
 
     def compile(self, source: Any, options: Any = None, **_: Any) -> Any:
-        """In place of Triton's."""
         name = source.fn.fn.__name__
         self.compiled.append(name)
         self.sources[source.hash()] = source, options
@@ -80,7 +79,6 @@ def kernels() -> list[Any]:
 
 
 def forget_compiled() -> None:
-    """Clear Triton's caches of our kernels."""
     for kernel in kernels():
         kernel.device_caches.clear()
 

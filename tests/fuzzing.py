@@ -58,7 +58,7 @@ def randomize(module: nn.Module, seed: int) -> Any:
                 tensor.copy_(drawn.abs() + 0.5)
             elif tensor.dim() == 1:
                 tensor.copy_(
-                    0.2 * drawn + (1.0 if re.search(r"(norm|bn|downsample\.1|module)\S*weight", name) else 0.0)
+                    0.2 * drawn + (1.0 if re.search(r"(?i)(norm|bn|downsample\.1|module)\S*weight", name) else 0.0)
                 )
             else:
                 tensor.copy_(drawn * max(1, tensor[0].numel()) ** -0.5)
@@ -76,7 +76,6 @@ def convert(theirs: nn.Module, options: Iterable[str]) -> Any:
 
 
 def backward(outputs: Results, *inputs: Tensor) -> Results:
-    """The outputs and the gradients of inputs, by a weighted sum of all outputs."""
     total = torch.zeros((), dtype=torch.float64)
     for output in outputs.values():
         weight = torch.arange(1.0, output.numel() + 1, dtype=torch.float64).cos().view(output.shape)
@@ -115,6 +114,12 @@ def compare(theirs: nn.Module, run: Run, dtype: torch.dtype, floor: float = 0.0,
             allowed = max(allowed, 3 * float(moved[name]))
         assert distance <= allowed, f"{name} in {dtype}: error {distance / scale:.2e}, allowed {allowed / scale:.2e}"
     return ours
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    found, expected = found.detach(), expected.detach()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
 def _conditioning(theirs: nn.Module, run: Run, dtype: torch.dtype, truth: Results) -> Results:

@@ -64,7 +64,6 @@ def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The output, and the gradients of all inputs for one cotangent."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = function(*leaves)
     cotangent = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device).sin().view(out.shape)
@@ -127,15 +126,11 @@ def _check_attention(
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_sums_on_every_graph(name: str) -> None:
+def test_sums_and_attention_on_every_graph(name: str) -> None:
     for weight in (False, True):
         graph = named(name, weight)
         check_sum(graph, values(graph.num_sources, 3))
     check_mean(named(name, mean=True), values(graph.num_sources, 3))
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_attention_on_every_graph(name: str) -> None:
     check_attention(named(name), heads=2, channels=3)
     check_attention(named(name), heads=3, channels=1)
 
@@ -253,11 +248,8 @@ def test_sums_with_features_of_the_rows_themselves(dtype, rows, size, monkeypatc
     )
     agree(
         lambda table, bias: mean_neighbours(table, graph, own="add", bias=bias, channels=7),
-        lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias,
-        table,
-        values(7, dtype=dtype),
-        factor=4,
-    )
+        lambda table, bias: mean(table[:, :7]) + table[:rows, 8:15] + bias, table, values(7, dtype=dtype), factor=4,
+    )  # fmt: skip
     with torch.no_grad():
         table[0, 0] = float("nan")
         summed = functools.partial(mean_neighbours, table, graph, own="add", bias=values(7, dtype=dtype), channels=7)
@@ -275,9 +267,6 @@ def test_a_relu_is_part_of_the_kernel_before_it_unless_somebody_listens(kind: st
             layer.epilogue.act.register_forward_hook(lambda module, given, out: heard.append(out))
         torch.testing.assert_close(model(**inputs), found)
     assert len(heard) == len(model.layers) - 1 and all((each >= 0).all() for each in heard)
-
-
-# --- draws ---
 
 
 @pytest.mark.parametrize(

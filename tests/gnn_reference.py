@@ -24,7 +24,6 @@ GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over edges are kept in."""
     return torch.promote_types(dtype, torch.float32)
 
 

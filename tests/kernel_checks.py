@@ -2,8 +2,8 @@
 
 A file ``*_checks.py`` runs in Triton's interpreter, or on a GPU::
 
-    TRITON_INTERPRET=1 python -m pytest tests/unet_glue_checks.py
-    python -m pytest tests/unet_glue_checks.py -m gpu
+    TRITON_INTERPRET=1 python -m pytest tests/unet_kernel_checks.py
+    python -m pytest tests/unet_kernel_checks.py -m gpu
 """
 
 import os
@@ -35,14 +35,9 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, s
 
 
 def close(
-    found: Tensor,
-    expected: Tensor,
-    dtype: torch.dtype,
-    relative: float | None = None,
-    *,
-    times: float = 1.0,
+    found: Tensor, expected: Tensor, dtype: torch.dtype, relative: float | None = None, *, times: float = 1.0,
     layout: torch.memory_format = torch.preserve_format,
-) -> None:
+) -> None:  # fmt: skip
     """Assert dtype, layout, finite values, and an error by norms of at most ``relative``, by default the dtype's."""
     assert found.shape == expected.shape and found.dtype == dtype and found.isfinite().all()
     assert layout is torch.preserve_format or found.is_contiguous(memory_format=layout)

@@ -143,12 +143,21 @@ def test_prefill(tokens: int, heads: int, key_heads: int, width: int, window: in
     close(found, attend(query.double(), clean, positions, window), dtype)
 
 
-def test_attention_does_not_read_what_is_not_filled() -> None:
+def test_attention_reads_nothing_that_is_not_filled_or_not_there() -> None:
     cache = torch.full((2, 1, 2, 256, 32), float("nan"), device=DEVICE)
     cache[:, :, :, :10] = values(2, 1, 2, 10, 32)
     qkv, rotary = values(1, 8 * 32), values(1, 32)
     position = torch.tensor([10], device=DEVICE)
     assert decode_attention(qkv, cache, position, rotary, None, None, 1e-6, 4, None).isfinite().all()
+    slots, positions = 70, torch.tensor([[0, 70, 69, 400]] * 2, device=DEVICE)
+    memory, cache = fenced(2, 2, 2, slots, 32)
+    held = cache.clone()
+    memory.fill_(float("nan"))
+    cache.copy_(held)
+    query = values(2, 4, 4, 32)
+    found = attend(query, cache, positions, None)
+    expected = attend(query.double(), cache.double(), positions.clamp(max=slots - 1), None)
+    close(found, expected, query.dtype)
 
 
 def fenced(*shape: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +167,7 @@ def fenced(*shape: int) -> tuple[Tensor, Tensor]:
     return memory, memory[size : 2 * size].view(shape)
 
 
-def test_a_position_without_a_slot_is_not_written() -> None:
+def test_a_position_without_a_slot_is_not_written_by_attention_nor_by_rotation() -> None:
     slots, positions = 70, torch.tensor([3, -1, 70, 90], device=DEVICE)
     memory, cache = fenced(2, 4, 2, slots, 32)
     qkv, rotary = values(4, 8 * 32), values(4, 32)
@@ -169,9 +178,6 @@ def test_a_position_without_a_slot_is_not_written() -> None:
     assert found.isfinite().all()
     cache[:, 0, :, 3] = before[cache.numel() : 2 * cache.numel()].view(cache.shape)[:, 0, :, 3]
     assert torch.equal(memory, before), "a slot was written that is not the token's"
-
-
-def test_rotation_skips_a_position_without_a_slot() -> None:
     slots, positions = 9, torch.tensor([[-1, 2, 9], [20, 8, -9]], device=DEVICE)
     memory, cache = fenced(2, 2, 2, slots, 32)
     qkv, rotary = values(2, 3, 8 * 32), values(2, 3, 32)
@@ -182,18 +188,6 @@ def test_rotation_skips_a_position_without_a_slot() -> None:
         assert not torch.equal(cache[:, row, :, position], kept[:, row, :, position])
         cache[:, row, :, position] = kept[:, row, :, position]
     assert torch.equal(memory, before), "a slot was written that is not a token's"
-
-
-def test_prefill_reads_no_slot_that_is_not_there() -> None:
-    slots, positions = 70, torch.tensor([[0, 70, 69, 400]] * 2, device=DEVICE)
-    memory, cache = fenced(2, 2, 2, slots, 32)
-    held = cache.clone()
-    memory.fill_(float("nan"))
-    cache.copy_(held)
-    query = values(2, 4, 4, 32)
-    found = attend(query, cache, positions, None)
-    expected = attend(query.double(), cache.double(), positions.clamp(max=slots - 1), None)
-    close(found, expected, query.dtype)
 
 
 OPTIONS: list[dict[str, object]] = [{}, {"qk_norm": True}, {"qkv_bias": True}, {"sliding_window": 9}]

@@ -62,11 +62,5 @@ def exact_norms() -> Iterator[None]:
         yield
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest magnitude."""
-    return float((got - expected).abs().max() / expected.abs().max())
-
-
 def tokens(batch: int, count: int, seed: int = 1) -> Tensor:
-    """[batch, count] of the reference vocabulary."""
     return torch.randint(SIZES["vocab_size"], (batch, count), generator=torch.Generator().manual_seed(seed))

@@ -155,7 +155,7 @@ def test_no_rows(name: str) -> None:
         assert one.shape == like.shape and not one.any()
 
 
-def test_an_unused_output_has_no_gradient() -> None:
+def test_an_unused_output_has_no_gradient_and_a_gradient_goes_through_a_sum_as_it_is() -> None:
     function, given = calls(5, 40, torch.float32, torch.float32)["sum, shift and norm"]
     exact = [each.detach().double().requires_grad_() for each in given]
     outputs, wanted, grad = function(*given), function(*exact), values(5, 40).detach()
@@ -164,6 +164,10 @@ def test_an_unused_output_has_no_gradient() -> None:
         expected = torch.autograd.grad(plain, exact, grad.double(), retain_graph=True, allow_unused=True)
         for one, other in zip(found, expected, strict=True):
             close(one, torch.zeros_like(one).double() if other is None else other, torch.float32)
+    x, bias, residual = values(5, 40), values(40).detach(), values(5, 40)
+    grad = values(5, 40).detach()
+    found = torch.autograd.grad(conv_add(x, bias, residual), [x, residual], grad)
+    assert all(each.data_ptr() == grad.data_ptr() for each in found)
 
 
 @pytest.mark.parametrize(
@@ -178,19 +182,20 @@ def test_summands_of_two_dtypes(function: Callable[..., Any], given: Callable[..
     check((function, [each.requires_grad_() for each in tensors]))
 
 
-def test_a_gradient_goes_through_a_sum_as_it_is() -> None:
-    x, bias, residual = values(5, 40), values(40).detach(), values(5, 40)
-    grad = values(5, 40).detach()
-    found = torch.autograd.grad(conv_add(x, bias, residual), [x, residual], grad)
-    assert all(each.data_ptr() == grad.data_ptr() for each in found)
-
-
-def test_equal_rows_have_no_variance() -> None:
+def test_equal_rows_have_no_variance_and_what_does_not_fit_is_left_to_torch() -> None:
     # With the eps of BERT a rest of a rounded mean would be made a million times as large.
     x = torch.tensor([[1.0], [3.3], [0.0], [1e4], [-7.7]], device=DEVICE).expand(5, 100).contiguous()
     weight, bias = values(100), values(100)
     out, _ = add_layer_norm(x, torch.zeros_like(x), None, weight, bias, 1e-12)
     torch.testing.assert_close(out, bias.expand(5, 100), rtol=1e-5, atol=1e-5)
+    x, weight, row = values(3, 8), values(8).detach(), values(8).detach()
+    out, _ = add_layer_norm(x, row, None, weight, weight, 1e-6)
+    torch.testing.assert_close(out, F.layer_norm(x + row, (8,), weight, weight, 1e-6))
+    with pytest.raises(RuntimeError):
+        add_layer_norm(x, values(2, 8), None, weight, weight, 1e-6)
+    wide = values(1, WIDEST_NORM + 1)
+    out, _ = add_layer_norm(wide, wide, None, wide[0], wide[0], 1e-6)
+    assert out.shape == wide.shape and "AddLayerNorm" not in type(out.grad_fn).__name__
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -202,20 +207,6 @@ def test_rms_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
     # Sums in another order move a few numbers by their last digit before they are rounded.
     assert (normed != expected).float().mean() < (0.5 if dtype is torch.float32 else 0.01)
     torch.testing.assert_close(normed, expected, rtol=2e-6 if dtype is torch.float32 else 2e-3, atol=0)
-
-
-def test_what_does_not_fit_is_left_to_torch() -> None:
-    x, weight, row = values(3, 8), values(8).detach(), values(8).detach()
-    out, _ = add_layer_norm(x, row, None, weight, weight, 1e-6)
-    torch.testing.assert_close(out, F.layer_norm(x + row, (8,), weight, weight, 1e-6))
-    with pytest.raises(RuntimeError):
-        add_layer_norm(x, values(2, 8), None, weight, weight, 1e-6)
-    wide = values(1, WIDEST_NORM + 1)
-    out, _ = add_layer_norm(wide, wide, None, wide[0], wide[0], 1e-6)
-    assert out.shape == wide.shape and "AddLayerNorm" not in type(out.grad_fn).__name__
-
-
-# --- GELU, over all its numbers ---
 
 
 def gelu_and_slope(gate: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
@@ -248,9 +239,6 @@ def test_gelu_and_its_slope_at_nan_and_infinity(gated: bool) -> None:
     found, slope = gelu_and_slope(torch.tensor([inf, nan, -1e30, 1e30, 0.0, -20.0], device=DEVICE), gated)
     torch.testing.assert_close(found, torch.tensor([inf, nan, 0.0, 1e30, 0.0, 0.0], device=DEVICE), equal_nan=True)
     torch.testing.assert_close(slope, torch.tensor([1.0, nan, 0.0, 1.0, 0.5, 0.0], device=DEVICE), equal_nan=True)
-
-
-# --- sums over rows ---
 
 
 @pytest.mark.usefixtures("small_programs")

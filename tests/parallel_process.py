@@ -48,7 +48,6 @@ STEPS = 5
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
-    """The same weights in each process."""
     torch.manual_seed(0)
     return zoo.create(name, **{**OVERRIDES.get(name, {}), **overrides}).train()
 
@@ -87,7 +86,6 @@ def sampled_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Its state with the parts of all processes put together."""
     state = {name.removeprefix("module."): value for name, value in model.state_dict().items()}
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
@@ -98,14 +96,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def same_as_one_process(
-    name: str,
-    sizes: dict[str, int],
-    *,
-    loss: Any = loss_of,
-    drawn: Any = batches,
-    overrides: Any = None,
+    name: str, sizes: dict[str, int], *, loss: Any = loss_of, drawn: Any = batches, overrides: Any = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Five steps give the losses, norms and weights of one process that has all batches."""
     one, mesh = build(name, **(overrides or {})), mesh_of(sizes)
     several = parallelize(copy.deepcopy(one), mesh, backend="eager", **options)
@@ -233,7 +226,6 @@ def not_finite(sizes: dict[str, int]) -> None:
 
 
 def decoding(sizes: dict[str, int]) -> None:
-    """Tokens of a cache with the heads of this process."""
     one = build("llm-debug", qk_norm=True, qkv_bias=True, head_dim=32).eval()
     ids = batches(one, 0)[0]["input_ids"]
     for learns in (True, False):
@@ -254,7 +246,6 @@ def decoding(sizes: dict[str, int]) -> None:
 
 
 def encoding(sizes: dict[str, int]) -> None:
-    """What a Bert gives, with plain tensors and no gradient."""
     one = build("bert-debug").eval().requires_grad_(False)
     split = parallelize(copy.deepcopy(one), mesh_of(sizes), backend="eager")
     inputs = batches(one, 0)[0]
@@ -354,7 +345,6 @@ def chunked_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def save(sizes: dict[str, int], folder: Path, name: str) -> None:
-    """Three steps and a checkpoint, then the losses that a resumed run must have."""
     one = build(name)
     steps = batches(one, 0)
     model = parallelize(one, mesh_of(sizes), backend="eager")
@@ -382,7 +372,6 @@ def resume(folder: Path, name: str, kind: str, model: nn.Module) -> None:
 
 
 def one_dies(sizes: dict[str, int]) -> None:
-    """The others are told within 30 s."""
     _, step, batch = begun(sizes)
     if dist.get_rank() == 1:
         os._exit(3)

@@ -32,7 +32,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_into(monkeypatch: pytest.MonkeyPatch, rows: int, channels: int) -> None:
-    """Other tiles for the interpreter."""
     for name in ("APPLY", "GRADIENTS", "SUMS"):
         monkeypatch.setattr(kernels, name, {**getattr(kernels, name), "ROWS": rows, "BLOCK": channels})
     monkeypatch.setattr(kernels, "FINISH", {**kernels.FINISH, "ROWS": 8, "BLOCK": channels})
@@ -48,14 +47,10 @@ def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
 
 
 def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
-    """The norm of x in float64."""
     mean, variance, weight, bias = (tensor.double() for tensor in given)
     if of_batch:
         return F.batch_norm(x.double(), None, None, weight, bias, True, 0.0, EPS)
     return F.batch_norm(x.double(), mean, variance, weight, bias, False, 0.0, EPS)
-
-
-# --- forward ---
 
 
 def as_norm(given: tuple[Tensor, ...], of_batch: bool = False) -> Norm:
@@ -80,7 +75,7 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
 
 
-def test_rows_that_are_not_contiguous_and_images() -> None:
+def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:
     x, more, given = values(20, 11).t(), values(11, 40)[:, ::2], norm(20)
     expected = (plain(x, given, False) + more.double()).relu()
     close(norm_act(x, as_norm(given), more), expected, torch.float32)
@@ -88,9 +83,6 @@ def test_rows_that_are_not_contiguous_and_images() -> None:
     found = norm_act(x, as_norm(given), more)
     assert found.is_contiguous(memory_format=torch.channels_last)
     close(found.contiguous(), (plain(x, given, False) + more.double()).relu(), torch.float32)
-
-
-def test_empty_rows_and_other_dtypes_run_without_kernels() -> None:
     given = norm(5)
     assert norm_act(values(0, 5), as_norm(given)).shape == (0, 5)
     x, wide = values(3, 5, dtype=torch.bfloat16), values(3, 5)
@@ -115,9 +107,6 @@ def test_shapes_that_do_not_fit_are_named(changes: dict[str, tuple[int, ...]], w
         norm_act(x, as_norm(tuple(given)), residual)
     with pytest.raises(ValueError, match=r"running_mean has shape \(5,\) and stride \(2,\) on"):
         norm_act(values(4, 5), as_norm((values(10)[::2], *(values(5) for _ in range(3)))))
-
-
-# --- statistics of a batch ---
 
 
 def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,10 +136,17 @@ def test_statistics(rows: int, channels: int, dtype: torch.dtype) -> None:
         assert torch.equal(got, wanted)
 
 
-def test_statistics_of_one_row_are_refused() -> None:
+def test_statistics_of_one_row_are_refused_and_so_are_those_that_were_moved_before_a_backward() -> None:
     for shape in ((1, 3), (1, 3, 1, 1)):
         with pytest.raises(ValueError, match="one row has no variance; give more, or use model.eval"):
             statistics(values(*shape))
+    x, given = values(20, 5).requires_grad_(), norm(5)
+    out = norm_act(x, as_norm(given))
+    kernels.batch_statistics(x.detach(), *given[:2], None, 0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    with torch.inference_mode():
+        kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
 
 
 def test_a_mean_far_from_zero_costs_no_variance() -> None:
@@ -164,19 +160,6 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
         close(mean, x.double().mean(0), torch.float32)
         # One bit of the mean is a thousandth of the deviation.
         close(variance, x.double().var(0, correction=0), torch.float32, times=200)
-
-
-def test_a_backward_does_not_use_statistics_that_were_moved_meanwhile() -> None:
-    x, given = values(20, 5).requires_grad_(), norm(5)
-    out = norm_act(x, as_norm(given))
-    kernels.batch_statistics(x.detach(), *given[:2], None, 0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-    with torch.inference_mode():
-        kernels.batch_statistics(values(20, 5), *norm(5)[:2], None, 0.1)
-
-
-# --- gradients ---
 
 
 @pytest.mark.parametrize("of_batch", [True, False], ids=["statistics of the batch", "running statistics"])
@@ -223,9 +206,6 @@ def test_the_same_bits_every_time() -> None:
         assert all(torch.equal(got, wanted) for got, wanted in zip(everything(), first, strict=True))
 
 
-# --- models ---
-
-
 @pytest.mark.parametrize("of", ["batch", "frozen", "no running statistics", "evaluation"])
 def test_a_model_learns_as_without_kernels(monkeypatch: pytest.MonkeyPatch, of: str) -> None:
     if DEVICE == "cpu":
@@ -263,9 +243,6 @@ def test_squares_of_pixels(shape: tuple[int, ...], arguments: tuple[int, ...], d
         assert torch.equal(found.double(), expected)
 
 
-# --- the end of a stem ---
-
-
 # Odd and even, one pixel, one line, one column; parts of tiles, several of them; channels of less and more than a tile.
 SHAPES = [
     (2, 64, 7, 9), (3, 7, 1, 1), (1, 130, 8, 6), (2, 16, 1, 37), (1, 1, 5, 4), (2, 5, 34, 1), (1, 64, 20, 33),
@@ -285,7 +262,6 @@ def _several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """In channels_last, with equal values among them."""
     x = torch.randn(*shape).to(DEVICE, dtype)
     return torch.where(x.abs() < 0.2, 0.0, x).contiguous(memory_format=torch.channels_last)
 
@@ -327,15 +303,26 @@ def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_several_lines")
-def test_images_that_are_not_in_channels_last() -> None:
+def test_norms_and_pools_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
     for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
         close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), torch.float32)
+    ran: list[str] = []
+    for name in ("max_pool", "max_pool_backward"):
+        kernel = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
+        )
+    x = images(2, 8, 7, 6)
+    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
+        (out, grad), (expected, expected_grad) = both_pools(given)
+        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
+    assert ran == ["max_pool", "max_pool_backward"] * 3
+    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
 
 
 def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The output and the gradient of x, ours and torch's."""
     found = []
     for pool in (max_pool, pooled):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
@@ -374,24 +361,6 @@ def test_pooling_of_nan_and_infinity() -> None:
         torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(grad.cpu(), expected_grad)
 
-
-@pytest.mark.usefixtures("_several_lines")
-def test_pooling_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-    for name in ("max_pool", "max_pool_backward"):
-        kernel = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels, name, lambda *given, name=name, kernel=kernel: (ran.append(name), kernel(*given))[1]
-        )
-    x = images(2, 8, 7, 6)
-    for given in (x.contiguous(), x[:, :, 1:, 2:], x.transpose(2, 3)):
-        (out, grad), (expected, expected_grad) = both_pools(given)
-        assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
-    assert ran == ["max_pool", "max_pool_backward"] * 3
-    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
-
-
-# --- on a GPU ---
 
 if DEVICE == "cuda":
 

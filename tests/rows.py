@@ -34,20 +34,9 @@ ARMS: tuple[tuple[dict[str, Any], float, float, float, int, int], ...] = (
 
 
 def row(
-    milliseconds: float = 1.0,
-    *,
-    cold: float = 0.0,
-    warm: float = 0.0,
-    graphs: int = 0,
-    kernels: int = 10,
-    breaks: int = 0,
-    seed: int = 0,
-    rounds: int = 30,
-    noise: float = 0.004,
-    environment: str | None = "e1",
-    **case: Any,
-) -> Result:
-    """A measured row; ``case`` holds the fields of its Case."""
+    milliseconds: float = 1.0, *, cold: float = 0.0, warm: float = 0.0, graphs: int = 0, kernels: int = 10,
+    breaks: int = 0, seed: int = 0, rounds: int = 30, noise: float = 0.004, environment: str | None = "e1", **case: Any,
+) -> Result:  # fmt: skip
     case = {"family": "gnn", "model": "gcn", "input": "cora", "device": "cuda", **case}
     random = np.random.RandomState(seed)
     drift = np.random.RandomState(99).uniform(1, 1.05, size=rounds)  # all arms share it: the clock of each round
@@ -57,17 +46,11 @@ def row(
 
     def _compile(seconds: float, hits: int, misses: int) -> Compile:
         return Compile(
-            start_up=2.3,
-            seconds=seconds if compiled else None,
-            capture=0.031 if captured else None,
-            time_to_first_result=seconds + 2.4 if compiled else 0.4,
-            graphs=graphs if compiled else None,
+            start_up=2.3, seconds=seconds if compiled else None, capture=0.031 if captured else None,
+            time_to_first_result=seconds + 2.4 if compiled else 0.4, graphs=graphs if compiled else None,
             breaks=[f"Unsupported: self-loop op {index}" for index in range(breaks)],
-            cache_empty_at_start=hits == 0,
-            cache_hits=hits,
-            cache_misses=misses,
-            cache_bypasses=0,
-        )
+            cache_empty_at_start=hits == 0, cache_hits=hits, cache_misses=misses, cache_bypasses=0,
+        )  # fmt: skip
 
     made, wall = Case(**case), [1.01 * t for t in times]
     return Result(
@@ -86,7 +69,6 @@ def row(
 
 
 def command(case: Case) -> str:
-    """What benchmarks.run writes into the row of such a case."""
     return (
         f"python -m benchmarks.run --family {case.family} --model {case.model} --input {case.input} "
         f"--workload {case.workload} --dtype {case.dtype} --device {case.device} "
@@ -112,7 +94,6 @@ def race(scale: Mapping[str, float] | None = None, **case: Any) -> list[Result]:
 
 
 def write(path: Path, results: list[Result], environment: Mapping[str, Any] = ENVIRONMENT) -> Path:
-    """Write the environment's row and the results' after it."""
     store = Store(path)
     store.append(environment)
     for result in results:

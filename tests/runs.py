@@ -22,8 +22,6 @@ PEAKS = {"copy_bandwidth": 2.0, "read_bandwidth": 3.0, "matmul_flops": {"float32
 
 
 class Notes:
-    """A reporter that remembers."""
-
     def __init__(self) -> None:
         self.begun, self.notes = [], []
 
@@ -45,27 +43,19 @@ def arms_of(settings: Settings, *cases: Case) -> list[ArmRun]:
 
 
 def rows_of(
-    settings: Settings,
-    *cases: Case,
-    notes: Any = None,
-    rows: dict[str, Result] | None = None,
+    settings: Settings, *cases: Case, notes: Any = None, rows: dict[str, Result] | None = None,
     memory_bytes: Callable[..., int] = lambda case, reference: 1,
-) -> dict[str, Result]:
+) -> dict[str, Result]:  # fmt: skip
     """The rows of one race by arm; also in ``rows``, for races that do not end."""
     found: dict[str, Result] = {} if rows is None else rows
     run_race(
-        cases,
-        settings,
-        notes or Notes(),
-        lambda result: found.update({result.case.arm: result}),
-        memory_bytes=memory_bytes,
-        peaks=PEAKS,
-    )
+        cases, settings, notes or Notes(), lambda result: found.update({result.case.arm: result}),
+        memory_bytes=memory_bytes, peaks=PEAKS,
+    )  # fmt: skip
     return found
 
 
 def handler(case: Case, family: str = FAKE) -> Handler:
-    """A worker's handler in this process, the case prepared."""
     arm = Handler()
     arm.load(workload=family)
     arm.prepare(case=case.to_json(), data_root=None, seed=0)
@@ -73,7 +63,6 @@ def handler(case: Case, family: str = FAKE) -> Handler:
 
 
 def talk(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    """The replies of a worker's loop run in this process."""
     replies = io.StringIO()
     serve(io.StringIO("".join(json.dumps(message) + "\n" for message in messages)), replies)
     return [json.loads(line) for line in replies.getvalue().splitlines()]

@@ -1,24 +1,31 @@
-"""Arms in two processes of torchrun, and starts of new processes, on the CPU with a light backend."""
+"""Training in the harness; arms in two processes, and starts of new ones, on the CPU with a light backend."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks import deploy
+from benchmarks import deploy, families
 from benchmarks.cli import UsageError, run_command
+from benchmarks.families.base import Prepared
 from benchmarks.plan import Case
 from benchmarks.record import ARTIFACTS, EMPTY, Process, Rows, Saved, Start, Store, load
 from benchmarks.report.docs import Spec, make_table
 from benchmarks.run import main
+from benchmarks.strategies import Trainer
+from tests import runs
 from tests.rows import ENVIRONMENTS
-from tests.runs import FAKE, LIGHT
+from tests.runs import FAKE, LIGHT, handler
 
 ROOT = Path(__file__).parents[1]
 ALL = ["zoo eager", "zoo regional", "upstream regional"]
@@ -100,7 +107,7 @@ def test_an_arm_that_fails_is_a_row(tmp_path: Path) -> None:
 # Starts of whole processes: rows of real ones, and the table that rows give
 
 
-CASE = Case(family="bert", model="bert-base", input="32x128", strategy="regional", device="cuda")
+MEASURED = Case(family="bert", model="bert-base", input="32x128", strategy="regional", device="cuda")
 
 
 def process(first_call: float, output: str = "same", **compiled: int) -> Process:
@@ -113,22 +120,19 @@ def process(first_call: float, output: str = "same", **compiled: int) -> Process
 def rows(*loaded: Process) -> Rows:
     saved = Saved(bytes=3 << 20, kinds=["direct", "inductor", "direct"], skipped=[])
     starts = [
-        Start(case=CASE, source=EMPTY, processes=[process(12.0, graphs=3)], saved=saved),
-        Start(case=CASE, source=ARTIFACTS, processes=list(loaded)),
-        Start(case=replace(CASE, impl="upstream"), source=EMPTY, reason="no memory"),
+        Start(case=MEASURED, source=EMPTY, processes=[process(12.0, graphs=3)], saved=saved),
+        Start(case=MEASURED, source=ARTIFACTS, processes=list(loaded)),
+        Start(case=replace(MEASURED, impl="upstream"), source=EMPTY, reason="no memory"),
     ]
     return Rows([], ENVIRONMENTS, starts=[replace(each, command="do it", environment="e1") for each in starts])
 
 
-def test_the_table_shows_medians_their_spread_and_what_artifacts_are_worth() -> None:
+def test_the_table_shows_medians_their_spread_what_was_compiled_and_whether_outputs_are_equal() -> None:
     text = make_table(Spec.parse("startup family=bert"), rows(process(0.5), process(0.1), process(0.2)))
     cells = "2.50 s | – | 0.50 s | – | 0.20 s | – | 3.20 s (3.10 to 3.50) | 1.50 ms | 0.250 ms"
     assert f"| zoo regional, artifacts | {cells} |" in text.splitlines()
     assert "3.00 MiB: 2 direct, 1 inductor." in text and "upstream regional, empty caches: no memory." in text
     assert "traced and compiled nothing. Their outputs are bit-equal" in text and "```sh\ndo it\n```" in text
-
-
-def test_the_table_hides_neither_what_was_compiled_nor_other_outputs() -> None:
     text = make_table(Spec.parse("startup model=bert-base gpu='NVIDIA H200'"), rows(process(1.0, "other", graphs=2)))
     assert "compiled: 2 graphs. Their outputs are not bit-equal" in text
     text = make_table(Spec.parse("startup model=bert-large family=bert"), rows())
@@ -186,3 +190,108 @@ def test_torchs_cache_artifacts_spare_compiling(tmp_path: Path, monkeypatch: pyt
     assert process.compiled["graphs"] == 1 and not process.compiled["misses"] and "load" in process.seconds
     assert process.output == cold.processes[0].output
     assert "Torch's cache artifacts have" in make_table(Spec.parse("startup family=fake"), found)
+
+
+CASE = replace(runs.CASE, workload="train")
+
+
+@pytest.fixture(autouse=True)
+def _light_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARKS_BACKEND", "aot_eager")
+
+
+def prepare(**changes: Any) -> Prepared:
+    return families.load(FAKE).prepare(replace(CASE, **changes), data_root=None, seed=0)
+
+
+@pytest.mark.gpu
+def test_a_captured_arm_takes_the_same_steps():
+    case = replace(CASE, device="cuda", cuda_graph=True)
+    prepared = prepare(device="cuda", cuda_graph=True)
+    expected = prepared.reference().cpu()
+    prepared.model.cuda()
+    draw = prepared.training.batch
+    prepared.training.batch = lambda index: draw(index).cuda()
+    arm = Trainer(case, prepared)
+    losses = arm.losses(arm.captured(prepared.model))
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=0)
+
+
+def noted(prepared: Prepared) -> list[torch.Tensor]:
+    """The batches that the loss is given from now on."""
+    seen: list[torch.Tensor] = []
+    squares = prepared.training.loss
+
+    def noting(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch)
+        return squares(model, batch)
+
+    prepared.training.loss = noting
+    return seen
+
+
+def test_timed_steps_take_the_loader_s_batches_in_order_and_no_others_do():
+    arm = handler(replace(CASE, impl="upstream", strategy="eager"))
+    epochs = 0
+
+    def loader() -> Iterator[torch.Tensor]:
+        nonlocal epochs
+        epochs += 1
+        yield from (torch.full((16, 8), float(index)) for index in range(3))
+
+    training, seen = arm.prepared.training, noted(arm.prepared)
+    training.loader, training.round = loader, 5
+    arm.first_call()
+    arm.memory()
+    assert epochs == 0
+    seen.clear()
+    assert arm.calibrate(milliseconds=1.0) == {"calls": 5}
+    assert epochs == 1 and not seen  # started, and no step made
+    taken = []
+    for _ in range(2):
+        assert arm.round(calls=5)["calls"] == 5
+        assert not torch.equal(seen[0], seen[0][0, 0].expand(16, 8))  # what settles the clocks lies ready
+        taken += [int(batch[0, 0]) for batch in seen[-5:]]
+        seen.clear()
+    assert taken == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    arm.curve(steps=3)
+    arm.kernels()
+    assert not any(torch.equal(batch, batch[0, 0].expand(16, 8)) for batch in seen)
+
+
+def test_a_curve_that_no_row_could_hold_is_a_failure_that_names_its_step():
+    arm = handler(replace(CASE, strategy="eager"))
+    arm.first_call()
+    arm.trainer._optimizer.param_groups[0]["lr"] = 1e30
+    with pytest.raises(ValueError, match="the loss of step [23] of 9 is (nan|inf)"):
+        arm.curve(steps=9)
+
+
+@pytest.mark.slow
+def test_declared_shapes_are_compiled_by_the_first_call_and_are_no_recompiles(tmp_path: Path):
+    arm = handler(replace(CASE, strategy="full"))
+    training, seen = arm.prepared.training, noted(arm.prepared)
+    training.shapes = tuple(torch.randn(rows, 8) for rows in (48, 32, 16))
+    arm.trainer = Trainer(arm.case, arm.prepared)
+    arm.start_up(folder=str(tmp_path))
+    assert [len(batch) for batch in seen[:3]] == [48, 32, 16]
+    seen.clear()
+    first = arm.first_call()
+    assert (first["graphs"], first["recompiles"]) == (3, [])
+    assert {len(batch) for batch in seen[:3]} == {48, 32, 16} and len(seen) % 3 == 0
+    training.loader, training.round = (lambda: list(reversed(training.shapes))), 3
+    arm.round(calls=3)
+    assert arm.kernels()["recompiles"] == []
+
+
+def test_every_declared_shape_is_captured():
+    prepared = prepare()
+    prepared.training.shapes = tuple(torch.randn(rows, 8) for rows in range(20, 9, -1))
+    trainer = Trainer(CASE, prepared)
+    seen = noted(prepared)
+    step = trainer.captured(prepared.model)  # on the CPU it is as if
+    assert [len(batch) for batch in seen] == [*range(20, 9, -1)] * 3  # two warm-ups, and as if captured
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(11):
+            step()

@@ -66,15 +66,12 @@ def test_a_wrong_option_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixt
     assert message in wrong(capsys, *words, *(["--device", "cpu"] if "--device" not in words else []))
 
 
-def test_rows_are_never_added_to_another_runs_file_unasked(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    (tmp_path / "fake-inference-float32.jsonl").touch()
-    assert "add --resume" in wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path))
-
-
-def test_a_broken_row_of_the_run_to_resume_is_named_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    file = tmp_path / "fake-inference-float32.jsonl"
+def test_rows_are_never_added_unasked_and_a_broken_one_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (file := tmp_path / "fake-inference-float32.jsonl").touch()
+    arguments = "--family", FAKE, "--device", "cpu", "--out", str(tmp_path)
+    assert "add --resume" in wrong(capsys, *arguments)
     file.write_text('{"kind":"environment","id":"e1"}\n{broken\n')
-    said = wrong(capsys, "--family", FAKE, "--device", "cpu", "--out", str(tmp_path), "--resume")
+    said = wrong(capsys, *arguments, "--resume")
     assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
 
 
@@ -115,19 +112,15 @@ def planned(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run:
     return plan
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--device", "cpu"),
-        ("--device", "cuda"),
-        ("--device", "cuda", "--impl", "zoo,zoo-library", "--strategy", "full,full+dynamic", "--arm", "*dynamic"),
-        ("--device", "cuda", "--strategy", "full+dynamic", "--mode", "max-autotune-no-cudagraphs"),
-    ],
-)
-def test_a_rows_command_measures_that_row_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: tuple[str, ...]
-):
-    plan = planned(monkeypatch, "--family", FAKE, *options, "--out", str(tmp_path / "run"))
+DYNAMIC = [
+    "cuda --impl zoo,zoo-library --strategy full,full+dynamic --arm *dynamic",
+    "cuda --strategy full+dynamic --mode max-autotune-no-cudagraphs",
+]
+
+
+@pytest.mark.parametrize("options", ["cpu", "cuda", *DYNAMIC])
+def test_a_rows_command_measures_that_row_and_no_other(monkeypatch, tmp_path, options):
+    plan = planned(monkeypatch, "--family", FAKE, "--out", str(tmp_path / "run"), "--device", *options.split())
     settings = settings_in(tmp_path)
     for case in plan.cases:
         words = shlex.split(command_of(case, settings))
@@ -221,9 +214,6 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
     assert all(json.loads(line) for line in store.path.read_text().splitlines())
 
 
-# How options become cases
-
-
 CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
 
@@ -268,7 +258,7 @@ def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[
     assert names(base, **options) == arms
 
 
-def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_other_case_than_the_zoos():
+def test_the_zoo_without_its_kernels_is_an_arm_to_ask_for_and_what_cannot_be_is_left_out_with_the_reason() -> None:
     cases, _ = expand([GPU], nothing_refused, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"])
     captured = " regional + CUDA graph"
     assert [case.arm for case in cases] == [
@@ -278,9 +268,6 @@ def test_the_zoo_without_its_kernels_is_an_implementation_to_ask_for_and_no_othe
     assert [case.kernels for case in cases] == [True, True, False, False, True]
     assert "the zoo runs no kernels of its own" in str(refusal(replace(CPU, kernels=False)))
     assert refusal(replace(GPU, kernels=False)) is None
-
-
-def test_an_arm_that_cannot_be_is_left_out_with_the_reason():
     cases, refused = expand([GPU], declared, strategies=["full+dynamic", "eager"])
     assert [case.arm for case in cases] == ["zoo eager", "upstream full dynamic", "upstream eager", "zoo eager (A/A)"]
     assert {key.rpartition(" / ")[2]: why for key, why in refused.items()} == {"zoo full dynamic": "declared shapes"}

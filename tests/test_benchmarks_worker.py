@@ -1,5 +1,7 @@
-"""The worker: its messages, what it measures on a small model, and failures that have a type and a reason."""
+"""The worker: its messages, what it measures, what the compiler and the machine did, failures with a reason."""
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,8 +10,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import harness, startup, timing
+from benchmarks import harness, machine, startup, timing
+from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
+from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.record import Kernel
@@ -44,16 +49,10 @@ def test_own_kernels_are_left_out_where_the_case_says_so(kernels: bool, monkeypa
 )
 def test_a_compiled_arm_from_start_to_kernels(tmp_path: Path, impl: str, strategy: str, graphs: int):
     by_op = told(
-        replace(CASE, impl=impl, strategy=strategy),
-        {"op": "start_up", "folder": str(tmp_path / "start-up")},
-        {"op": "first_call"},
-        {"op": "memory"},
-        {"op": "check", "reference": str(tmp_path / "reference.pt")},
-        {"op": "calibrate", "milliseconds": 1.0},
-        {"op": "round", "calls": 3},
-        {"op": "kernels"},
-        {"op": "stop"},
-    )
+        replace(CASE, impl=impl, strategy=strategy), {"op": "start_up", "folder": str(tmp_path / "start-up")},
+        {"op": "first_call"}, {"op": "memory"}, {"op": "check", "reference": str(tmp_path / "reference.pt")},
+        {"op": "calibrate", "milliseconds": 1.0}, {"op": "round", "calls": 3}, {"op": "kernels"}, {"op": "stop"},
+    )  # fmt: skip
     assert by_op["prepare"]["model_bytes"] == 3 * (8 * 8 + 8) * 4
     assert by_op["start_up"]["flops"] == 3 * 2 * 16 * 8 * 8 and by_op["start_up"]["seconds"] > 0
     assert by_op["first_call"]["graphs"] == graphs and by_op["first_call"]["breaks"] == []
@@ -83,26 +82,20 @@ def test_a_graph_break_and_its_reason_are_reported(tmp_path: Path):
     assert "misbehave" in reason and len(reason) <= 400
 
 
-def test_arms_share_one_reference(tmp_path: Path):
+def test_arms_share_one_reference_and_an_output_that_is_not_finite_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "reference.pt"
     torch.save({"output": torch.zeros(16 * 8, dtype=torch.float64) + 1, "dtype": "float64"}, path)
     assert told(EAGER, START, FIRST, {"op": "check", "reference": str(path)})["check"]["error"] > 0.1
-
-
-def test_an_output_that_is_not_finite_is_a_failure(tmp_path: Path):
     check = {"op": "check", "reference": str(tmp_path / "reference.pt")}
     *_, checked = talk(*preparation(replace(EAGER, model="nan")), START, FIRST, check)
     assert not checked["ok"] and "not finite" in checked["reason"]
 
 
-def test_a_complex_output_is_compared_with_its_imaginary_part():
+def test_a_complex_output_is_compared_with_its_imaginary_part_and_one_of_another_size_with_nothing():
     expected = torch.tensor([3 + 4j, 0j], dtype=torch.complex128)
     assert _relative_error(expected.to(torch.complex64), expected, "the output") < 1e-7
     assert _relative_error(expected.conj(), expected, "the output") == pytest.approx(8 / 5)
     assert _relative_error(expected.real.float(), expected, "the output") == pytest.approx(4 / 5)
-
-
-def test_a_reference_of_another_size_is_an_error():
     with pytest.raises(ValueError, match="4 values, the reference 3"):
         _relative_error(torch.zeros(4), torch.zeros(3), "the output")
 
@@ -134,9 +127,6 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 
-# From here on in real processes.
-
-
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
     started: list[Worker] = []
@@ -154,7 +144,7 @@ def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
 
 
 @pytest.mark.slow
-def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
+def test_stray_prints_do_not_reach_the_replies_and_a_timeout_kills_the_process(workers: list[Worker]) -> None:
     worker = start(workers, "print")
     assert worker.ask("start_up", folder=None)["ok"]
     assert worker.ask("first_call")["ok"]
@@ -162,10 +152,6 @@ def test_stray_prints_do_not_reach_the_replies(workers: list[Worker]):
     worker.stop()
     assert not worker.alive
     assert "a stray print" in "\n".join(worker._stderr)
-
-
-@pytest.mark.slow
-def test_a_timeout_kills_the_process(workers: list[Worker]):
     worker = start(workers, "sleep")
     worker.timeout = 0.5
     with pytest.raises(WorkerFailure, match="start_up took longer than 0.5 s") as caught:
@@ -176,7 +162,6 @@ def test_a_timeout_kills_the_process(workers: list[Worker]):
 
 
 def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more: Any) -> SimpleNamespace:
-    """What the profiler gives for one launch."""
     interval = SimpleNamespace(elapsed_us=lambda: microseconds)
     return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), time_range=interval, **more)
 
@@ -213,13 +198,10 @@ def test_names_are_shortened(name: str, short: str) -> None:
     assert timing.short_name(name) == short
 
 
-def test_copies_fills_annotations_and_the_host_are_no_kernels() -> None:
+def test_copies_and_the_host_are_no_kernels_and_equal_names_are_one_entry() -> None:
     kept = event("product", is_user_annotation=False)
     others = [event("Memcpy DtoD (Device -> Device)"), event("Memset (Device)"), event("aten::mm", device="CPU")]
     assert timing.gpu_kernels([kept, *others, event("## a call ##", is_user_annotation=True)]) == [kept]
-
-
-def test_equal_names_are_one_entry_and_what_is_beyond_the_longest_is_another() -> None:
     a_call = [event("norm", 2.0), event("void gemm<float, 1>(int)", 5.0), event("void gemm<float, 2>(int)", 7.0)]
     found, others = timing.longest_kernels([*a_call, *a_call, event("norm", 2.0)], 2)
     assert found == [
@@ -269,3 +251,145 @@ def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.Mon
     assert result.reason == "its kernels, and what it compiled in the race, were not counted: no answer in 600 s"
     race = shown([row(2.0, impl="upstream"), result])
     assert f"! zoo regional: {result.reason}." in race_notes(race)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for width in (4, 4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.repeat(1, 2) if x.size(1) < layer.linear.in_features else x)
+        return x
+
+
+def test_folders_are_switched_for_a_while_and_kernels_compiled_elsewhere_are_forgotten(tmp_path, monkeypatch):
+    for name, value in cache_environment(tmp_path / "case").items():
+        monkeypatch.setenv(name, value)
+    assert not cache_contents()
+    with other_cache(tmp_path / "other"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
+        (tmp_path / "other" / "triton").mkdir(parents=True)
+        (tmp_path / "other" / "triton" / "kernel").touch()
+        assert len(cache_contents()) == 1
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "case" / "triton")
+    assert not cache_contents()
+    triton = pytest.importorskip("triton")
+
+    def kernel(x):
+        return x
+
+    function = triton.runtime.jit.JITFunction(kernel)
+    with other_cache(tmp_path):
+        function.device_caches[0] = "compiled by an eager call"
+    assert not function.device_caches, "the case would not pay for its own kernels"
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.compile(backend="eager", dynamic=False)
+    return model
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bool):
+    model, x = Stages(), torch.randn(2, 4)
+    recorder = Recorder(model)
+    with torch.no_grad():
+        with recorder.watching_signatures():
+            model(x)
+        assert not any(module._forward_pre_hooks for module in model.modules()), "hooks do not stay"
+        compiled(model)(x)
+        if changed:
+            model(torch.randn(3, 4))
+    facts = recorder.facts()
+    assert (facts.graphs, len(facts.recompiles), facts.breaks) == ((4, 2, []) if changed else (2, 0, []))
+    assert all("size mismatch" in reason for reason in facts.recompiles)
+
+
+def test_late_compilations_are_found_after_a_restart():
+    model = Stages()
+    recorder = Recorder(model)
+    with torch.no_grad():
+        compiled(model)(torch.randn(2, 4))
+        recorder.restart()
+        model(torch.randn(2, 4))
+        assert recorder.late() == []
+        assert recorder.facts().graphs == 0
+        model(torch.randn(5, 4))
+    assert len(recorder.late()) == 2
+    assert "size mismatch" in recorder.late()[0]
+
+
+def test_phases_are_differences_of_nested_figures_and_a_second_frame_is_a_break() -> None:
+    class Record:
+        dynamo_cumulative_compile_time_us = 10_000_000
+        aot_autograd_cumulative_compile_time_us = 7_000_000
+        inductor_cumulative_compile_time_us = 5_000_000
+        inductor_code_gen_cumulative_compile_time_us = 4_000_000
+        triton_compile_time_us = 1_000_000
+
+    assert _phases([Record()]) == {"dynamo": 3.0, "aot": 2.0, "inductor": 1.0, "codegen": 3.0, "kernels": 1.0}
+    assert sum(_phases([Record(), Record()]).values()) == 20.0
+    frames = [SimpleNamespace(co_name=name) for name in ("forward", "forward", "move_on")]
+    assert _breaks(Counter(), frames, whole=True) == ["move_on: compiled by itself, so forward ended before it"]
+    backward = SimpleNamespace(co_name=None)
+    assert _breaks(Counter(), [*frames[:2], backward], whole=True) == []
+    assert _breaks(Counter(), frames) == [], "regions are frames of their own"
+    assert _breaks(Counter({"print": 1}), frames, whole=True) == ["print"]
+
+
+def test_a_branch_on_a_tensor_is_a_break_with_a_reason():
+    class Branches(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            return x + 1 if x.sum() > 0 else x - 1
+
+    class Prints(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 2
+            torch._dynamo.graph_break()
+            return x + 1
+
+    for model in (Branches(), Prints()):
+        recorder = Recorder(model)
+        torch.compile(model, backend="eager")(torch.ones(3))
+        breaks = recorder.facts().breaks
+        assert len(breaks) == 1 and breaks[0], breaks
+
+
+def test_without_a_driver_a_monitor_knows_nothing_and_a_copy_is_told_its_commit(monkeypatch, tmp_path):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("benchmarks.machine.ctypes.CDLL", missing)
+    monitor = Monitor()
+    assert (monitor.sm_clock(), monitor.power(), monitor.memory(), monitor.driver()) == (None,) * 4
+    assert free_memory("cuda", monitor) is None and free_memory("cpu", monitor) > 1 << 20
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine._commit() == {"commit": None, "dirty": None}
+    for given, expected in (("abc", ("abc", False)), ("abc-dirty", ("abc", True))):
+        monkeypatch.setenv("BENCHMARKS_COMMIT", given)
+        assert tuple(machine._commit().values()) == expected
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_described_and_watched():
+    facts = device_facts("cuda")
+    monitor = Monitor(facts["gpu_uuid"])
+    assert facts["driver"] and facts["gpu_memory"] > 0
+    assert monitor.sm_clock() and monitor.power()
+    used, free = monitor.memory() or (0, 0)
+    assert used > 0 and used + free <= facts["gpu_memory"] * 1.1
+    assert facts["gpu"] == torch.cuda.get_device_name()

@@ -6,6 +6,7 @@ import pytest
 
 import zoo
 
+BASIC = {"block": "basic", "width_per_group": 64}
 BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "bert-debug": [
         ({"hidden_size": 33}, "hidden_size is 33 and num_attention_heads is 4"),
@@ -39,15 +40,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"norm": "layer"}, "norm is 'layer', expected one of 'batch', 'frozen'"),
         ({"norm_momentum": None}, "norm_momentum is None"),
         ({"block": "basic"}, "width_per_group 16: use bottlenecks"),
-        (
-            {
-                "block": "basic",
-                "width_per_group": 64,
-                "layers": (1, 1, 2, 1),
-                "replace_stride_with_dilation": (0, 1, 0),
-            },
-            "basic blocks cannot be dilated",
-        ),
+        (BASIC | {"layers": (1, 1, 2, 1), "replace_stride_with_dilation": (0, 1, 0)}, "basic blocks cannot be dilated"),
     ],
     "unet-debug": [
         ({"in_channels": 0}, "in_channels is 0, expected a positive integer"),

@@ -1,42 +1,36 @@
 """Conversion, asked of every family: upstream's numbers and gradients, its folders both ways, and what is refused."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bert_reference as bert
-import llm_reference as llm
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import transformers
-import unet_reference as unet
 from diffusers import UNet2DConditionModel
-from fuzzing import Results, backward, compare, randomize
+from diffusers.models.attention_processor import SlicedAttnProcessor
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torchvision.models.quantization import resnet18 as quantizable
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
+from tests import bert_reference as bert
+from tests import llm_reference as llm
+from tests import unet_reference as unet
+from tests.fuzzing import Results, backward, compare, randomize
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
+pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
 Make = Callable[[], nn.Module]
-
-
-@pytest.fixture(scope="module")
-def _exact_norms() -> Iterator[None]:
-    with llm.exact_norms():
-        yield
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
-
-# --- models of every family, and inputs for them ---
 
 RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "basic": (BasicBlock, [1, 2, 1, 1], {}),
@@ -150,8 +144,6 @@ def _learns(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-# --- folders ---
-
 AUTO = {
     "pooled": transformers.AutoModel,
     "masked-lm": transformers.AutoModelForMaskedLM,
@@ -208,8 +200,6 @@ def test_saved_folders_load_in_both_libraries(name: str, tmp_path: Path) -> None
     assert again.config == model.config and next(again.parameters()).dtype is torch.bfloat16
 
 
-# --- what is refused ---
-
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
@@ -223,6 +213,63 @@ def small_unet(**options: Any) -> nn.Module:
 def changed(model: nn.Module, **options: Any) -> nn.Module:
     vars(model.config).update(options)
     return model
+
+
+def edited(make: Make, change: Any) -> nn.Module:
+    """A model whose owner changed it by hand: by a function, or a module at a place replaced by another."""
+    model = make()
+    if callable(change):
+        change(model)
+    else:
+        place, name, other = change
+        setattr(model.get_submodule(place), name, other)
+    return model
+
+
+def cumulative(module: nn.Module) -> None:
+    for child in module.modules():
+        if isinstance(child, nn.BatchNorm2d):
+            child.momentum = None
+
+
+small_resnet = partial(ResNet, BasicBlock, [1, 2, 1, 1])
+BY_HAND: list[tuple[Make, Any, str]] = [
+    *(
+        (small_resnet, change, words)
+        for change, words in [
+            (("", "fc", nn.Sequential(nn.Dropout(), nn.Linear(512, 3))), "fc=Sequential"),
+            (
+                ("", "conv1", nn.Conv2d(3, 64, 3, bias=False)),
+                r"conv1=Conv2d.*kernel_size=\(3, 3\).*kernel_size=\(7, 7\)",
+            ),
+            (("", "maxpool", nn.Identity()), "maxpool=Identity"),
+            (("layer3.0", "bn2", nn.BatchNorm2d(256, eps=1e-3)), r"layer3\.0\.bn2=BatchNorm2d.*eps=0\.001"),
+            (("layer3.0", "bn1", nn.BatchNorm2d(256, affine=False)), r"layer3\.0\.bn1=BatchNorm2d.*affine=False"),
+            (("layer2.0", "relu", nn.GELU()), r"layer2\.0\.relu=GELU"),
+            (("", "bn1", nn.GroupNorm(4, 64)), r"bn1=GroupNorm.*expected BatchNorm2d"),
+            (lambda module: module.train().layer1[0].bn1.eval(), r"layer1\.0\.bn1\.training=False"),
+            (lambda module: module.layer4.register_forward_hook(print), "layer4=a module with a hook"),
+            (cumulative, "norm_momentum is None"),
+        ]
+    ),
+    *(
+        (partial(unet.make, "sd"), change, words)
+        for change, words in [
+            (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
+            (lambda module: module.mid_block.register_forward_hook(print), "mid_block=a module with a hook"),
+            (("", "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
+            (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
+            (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
+            (lambda module: module.mid_block.attentions.append(nn.Identity()), "attentions.1=Identity"),
+        ]
+    ),
+    (
+        partial(graph_model, pyg.GCN, {"num_layers": 3}),
+        ("convs.1", "improved", True),
+        "convs.1.improved=True.*expected False",
+    ),
+    (partial(graph_model, pyg.GAT, {}), ("convs.0", "dropout", 0.5), r"dropout=0\.5"),
+]
 
 
 REFUSED: list[tuple[Make, str]] = [
@@ -262,6 +309,9 @@ REFUSED: list[tuple[Make, str]] = [
         ]
     ),
     (lambda: type("Mine", (UNet2DConditionModel,), {})(**unet.SIZES), "Mine is a subclass"),
+    (quantizable, "QuantizableResNet is a subclass"),
+    (partial(small_resnet, norm_layer=nn.SyncBatchNorm), "bn1=SyncBatchNorm"),
+    *((partial(edited, make, change), words) for make, change, words in BY_HAND),
     (partial(small_unet, down_block_types=("AttnDownBlock2D", "DownBlock2D")), "block_types is .*'AttnDownBlock2D'"),
     (partial(small_unet, up_block_types=("UpBlock2D", "SimpleCrossAttnUpBlock2D")), "is .*'SimpleCrossAttnUpBlock2D'"),
     (partial(small_unet, addition_embed_type="text", addition_embed_type_num_heads=4), "addition_embed_type"),
@@ -294,9 +344,6 @@ def test_options_that_are_not_supported_are_named(make: Make, words: str) -> Non
         zoo.from_upstream(make())
 
 
-# --- what only graph models meet ---
-
-
 def test_a_weighted_degree_of_zero_gives_no_gradient_where_torch_geometric_gives_nan() -> None:
     theirs = graph_model(pyg.GCN, {"num_layers": 1})
     x, edge_index = torch.randn(2, 6), torch.tensor([[0, 1], [1, 1]])
@@ -317,17 +364,6 @@ def test_lazy_width_is_read_from_the_weights() -> None:
     x, edge_index = graph_inputs(weighted=False).values()
     theirs(x, edge_index)
     assert zoo.from_upstream(theirs).config.in_channels == 6
-
-
-def test_a_model_changed_by_hand_is_refused() -> None:
-    theirs = graph_model(pyg.GCN, {"num_layers": 3})
-    theirs.convs[1].improved = True
-    with pytest.raises(ValueError, match=r"convs.1.improved=True.*expected False"):
-        zoo.from_upstream(theirs)
-    theirs = graph_model(pyg.GAT, {})
-    theirs.convs[0].dropout = 0.5
-    with pytest.raises(ValueError, match=r"dropout=0\.5"):
-        zoo.from_upstream(theirs)
 
 
 @pytest.mark.parametrize(("cls", "options"), [(pyg.GCN, {}), (pyg.GAT, {"heads": 2}), (pyg.GraphSAGE, {})], ids=str)

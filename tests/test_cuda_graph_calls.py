@@ -188,11 +188,16 @@ def test_calls_that_cannot_be_captured_run_as_before(module: nn.Module, argument
     assert zoo.captures(model).replays == 0
 
 
-def test_buffers_are_written_once_a_call() -> None:
+def test_buffers_are_written_once_a_call_and_inputs_that_require_grad_replay() -> None:
     model = zoo.cuda_graph(Counts())
     for call in range(1, 6):
         assert model(torch.zeros(1)).item() == call
     assert zoo.captures(model).replays == 4
+    model = stack()
+    x = torch.randn(2, 4)
+    for given in (x, x, x.clone().requires_grad_(), nn.Parameter(x)):
+        torch.testing.assert_close(model(given), copy.deepcopy(model)(x))
+    assert zoo.captures(model).replays == 3
 
 
 def test_hooks_and_errors_are_those_of_the_module() -> None:
@@ -221,14 +226,6 @@ def test_constants_are_told_apart(value: Any) -> None:
             model(x, other=other)
             model(other=other, x=x)
     assert len(zoo.captures(model).shapes) == 2 + 2 * 2 and not zoo.captures(model).uncaptured
-
-
-def test_inputs_that_require_grad_without_gradients_replay() -> None:
-    model = stack()
-    x = torch.randn(2, 4)
-    for given in (x, x, x.clone().requires_grad_(), nn.Parameter(x)):
-        torch.testing.assert_close(model(given), copy.deepcopy(model)(x))
-    assert zoo.captures(model).replays == 3
 
 
 def test_transforms_and_stances_run_plainly() -> None:
@@ -289,7 +286,7 @@ def test_modes_are_kinds_of_their_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "adapted"), [("sd", False), ("xl", True)], ids=["sd", "xl-lora"])
 def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
-    from test_unet_pipelines import lora, pipeline
+    from tests.test_unet_sampler import lora, pipeline
 
     pipe = pipeline(kind, tmp_path).to(device)
     if adapted:

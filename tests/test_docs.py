@@ -1,4 +1,4 @@
-"""The documentation is run: every Python block and harness option; every field of a row and public name is in it."""
+"""The documentation is run, and names what there is; what is shipped, and what `import zoo` costs."""
 
 import ast
 import contextlib
@@ -11,9 +11,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 import typing
 import xml.etree.ElementTree as ElementTree
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +48,11 @@ def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
 
 
 FAMILY_PAGE = ROOT / "docs/reference/adding-a-family.md"  # whose blocks are files
+FIRST, *OTHERS = (page for page in PAGES if page != FAMILY_PAGE and blocks(page, "python"))
 
 
 # Most pages compile what other tests compile, too.
-FIRST_PAGES = [ROOT / "README.md"]
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page in FIRST_PAGES else pytest.mark.slow, id=name_of(page))
-        for page in PAGES
-        if page != FAMILY_PAGE and blocks(page, "python")
-    ],
-)
+@pytest.mark.parametrize("page", [FIRST, *(pytest.param(page, marks=pytest.mark.slow) for page in OTHERS)], ids=name_of)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # One module a page, its blocks in order. Classes need a module that can be found by name, and what a page
     # registers stays in this test.
@@ -124,14 +118,9 @@ def commands() -> dict[str, set[tuple[str, str]]]:
 
 @functools.cache
 def options_of(module: str) -> frozenset[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment, command = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}, [sys.executable, "-m", module, "--help"]
+    environment = os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return frozenset(re.findall(r"--[a-z][\w-]*", done.stdout))
 
@@ -143,29 +132,16 @@ def test_options_in_commands_exist(module: str) -> None:
     assert not wrong, f"{module} has no such options: {wrong}"
 
 
-def test_the_table_of_options_is_complete() -> None:
+def test_options_values_and_fields_of_a_row_are_documented() -> None:
     text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     table = text[text.index("## Options") : text.index("## Rows")]
     assert set(re.findall(r"`(--[\w-]+)`", table)) == options_of("benchmarks.run") - {"--help"}
-
-
-def test_every_value_that_a_page_can_ask_for_is_documented() -> None:
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    listed = {
-        name
-        for line in text.splitlines()
-        if line.startswith("| `value: ")
-        for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])
-    }
+    lines = [line for line in text.splitlines() if line.startswith("| `value: ")]
+    listed = {name for line in lines for name in re.findall(r"`([\w :-]+)`", line.split("|")[1])}
     assert {name.removeprefix("value: ") for name in listed} == docs.VALUES.keys()
-
-
-def test_every_field_of_a_row_is_documented() -> None:
-    text = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     sections = [record.Result, record.Compile, record.Steady, record.Memory, record.Check, record.Work, record.Kernel]
     fields = {f"{section.__name__}.{field.name}" for section in sections for field in dataclasses.fields(section)}
-    missing = [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
-    assert not missing
+    assert not [name for name in sorted(fields) if f"`{name.split('.')[1]}`" not in text]
     assert all(f"`{status}`" in text for status in record.STATUSES)
 
 
@@ -210,19 +186,15 @@ def documented() -> set[str]:
     return {name for page in (ROOT / "docs").rglob("*.md") for name in REFERENCE.findall(page.read_text("utf-8"))}
 
 
-@pytest.mark.parametrize("package", [name for name in PACKAGES if public_names(name)])
-def test_every_public_name_is_in_the_reference(package: str) -> None:
-    missing = {f"{package}.{name}" for name in public_names(package)} - documented()
-    assert not missing, f"add '::: name' to a page of docs/reference for {sorted(missing)}"
-
-
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_a_docstring_of_its_own(package: str) -> None:
+def test_every_public_name_is_in_the_reference_and_has_a_docstring_of_its_own(package: str) -> None:
     module = importlib.import_module(package)
     described = [getattr(module, name) for name in public_names(package)]
     described = [item for item in described if inspect.isclass(item) or inspect.isfunction(item)]
     bare = [item.__qualname__ for item in described if not own_docstring(item)]
     assert not bare
+    missing = {f"{package}.{name}" for name in public_names(package)} - documented()
+    assert not missing, f"add '::: name' to a page of docs/reference for {sorted(missing)}"
 
 
 def documented_things() -> list[Any]:
@@ -245,9 +217,12 @@ def thing(name: str) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
-    missing, bare = [], []
-    for name in sorted(set(DOTTED.findall(page.read_text("utf-8")))):
+def test_files_and_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page: Path) -> None:
+    text, missing, bare = page.read_text("utf-8"), [], []
+    made = re.findall(r'title="([^"]+)"', text)
+    named = re.findall(r"`((?:zoo|benchmarks|tests|docs|examples)/[\w./-]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists() and name not in made] == []
+    for name in sorted(set(DOTTED.findall(text))):
         if page.stem == "adding-a-family" and name.startswith("zoo.mlp"):
             continue  # the family that is added
         try:
@@ -261,7 +236,7 @@ def test_names_that_a_page_mentions_exist_and_classes_are_in_the_reference(page:
     assert not bare, f"{page.name} names classes that no page describes"
 
 
-def test_what_functions_of_the_reference_return_and_raise_is_in_it_too() -> None:
+def test_the_promised_names_and_what_functions_of_the_reference_return_and_raise_are_in_it() -> None:
     things, expected = documented_things(), set()
     for item in things:
         if inspect.isfunction(item):
@@ -272,17 +247,14 @@ def test_what_functions_of_the_reference_return_and_raise_is_in_it_too() -> None
                 expected |= {error for error in raised if inspect.isclass(error)}
     ours = {item for item in expected if item.__module__.startswith("zoo.")}
     assert ours and sorted(item.__qualname__ for item in ours - {t for t in things if inspect.isclass(t)}) == []
+    promised = "create list_models from_upstream to_upstream example_inputs Region find_regions compile_regions warm_up"
+    assert {*promised.split(), "uncompile", "enforce_budget", "cuda_graph"} <= set(public_names("zoo"))
+    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn")) and "gnn" not in public_names("zoo")
 
 
 def classes_in(annotation: Any) -> set[type]:
     inside = {found for each in typing.get_args(annotation) for found in classes_in(each)}
     return inside | {annotation} if inspect.isclass(annotation) else inside
-
-
-def test_the_promised_names_are_found() -> None:
-    promised = "create list_models from_upstream to_upstream example_inputs Region find_regions compile_regions warm_up"
-    assert {*promised.split(), "uncompile", "enforce_budget", "cuda_graph"} <= set(public_names("zoo"))
-    assert {"GCN", "CSRGraph"} <= set(public_names("zoo.gnn")) and "gnn" not in public_names("zoo")
 
 
 # --- what is made from the committed rows ---
@@ -293,14 +265,16 @@ def committed() -> Rows:
     return load(RESULTS) if RESULTS.exists() else Rows([], {})
 
 
-def test_tables_are_made_from_the_committed_rows() -> None:
+def test_tables_are_made_from_the_committed_rows_beside_which_there_is_nothing_else() -> None:
     paths = [path for path in (ROOT / "README.md", ROOT / "docs") if path.exists()]
     assert markdown_files(paths), f"no Markdown below {ROOT}"
     found = drift(paths, committed())
     assert not found, f"run python -m benchmarks.report --update README.md docs\n{found}"
+    others = [path for path in RESULTS.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
+    assert others == []
 
 
-def test_the_docs_name_the_training_that_is_measured_and_no_other() -> None:
+def test_the_docs_name_the_training_that_is_measured_and_say_where_a_pattern_is_slower() -> None:
     rows = [r for r in committed().results if (r.case.workload, r.case.impl, r.status) == ("train", "zoo", "ok")]
     rows = [r for r in rows if r.case.family != "calls"]  # blocks, and no model that anybody trains
     measured = {f"{r.case.model} {r.case.input}" for r in rows}
@@ -312,6 +286,16 @@ def test_the_docs_name_the_training_that_is_measured_and_no_other() -> None:
     assert named[0] == measured and named[1] == curves
     known = measured | {word for name in measured for word in name.split()}
     assert not named[2] & known
+    rows = committed()
+    slower = []
+    for race in races((r for r in rows.results if r.case.family == "patterns"), rows.environments):
+        before, after = (race.find(impl=impl, strategy="regional") for impl in ("upstream", "zoo"))
+        if before and after and race.verdict(after, before) == "slower":
+            slower.append(race.case.model)
+    said = 'arm="zoo regional" against="upstream regional"'
+    assert sorted(slower) == sorted(
+        page.stem for page in (ROOT / "docs/patterns").glob("*.md") if said in page.read_text(encoding="utf-8")
+    )
 
 
 def test_the_picture_is_checked_against_the_rows(tmp_path: Path) -> None:
@@ -325,11 +309,6 @@ def test_the_picture_is_checked_against_the_rows(tmp_path: Path) -> None:
     assert picture.read_text(encoding="utf-8") == drawn
 
 
-def test_results_hold_rows_and_nothing_else() -> None:
-    others = [path for path in RESULTS.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
-    assert others == []
-
-
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_raced_pattern_shows_its_rows(name: str) -> None:
     tables = (ROOT / "docs/results/patterns.md").read_text(encoding="utf-8")
@@ -338,21 +317,128 @@ def test_a_raced_pattern_shows_its_rows(name: str) -> None:
     assert f"value: p50 family=patterns model={name} " in page and "](../results/patterns.md#" in page
 
 
-def test_a_page_says_where_its_after_is_slower_region_against_region() -> None:
-    rows = committed()
-    slower = []
-    for race in races((r for r in rows.results if r.case.family == "patterns"), rows.environments):
-        before, after = (race.find(impl=impl, strategy="regional") for impl in ("upstream", "zoo"))
-        if before and after and race.verdict(after, before) == "slower":
-            slower.append(race.case.model)
-    said = 'arm="zoo regional" against="upstream regional"'
-    assert sorted(slower) == sorted(
-        page.stem for page in (ROOT / "docs/patterns").glob("*.md") if said in page.read_text(encoding="utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    # hatchling itself, not pip: nothing is fetched, and no environment is made for the build.
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_ships_all_of_zoo_its_licence_its_command_and_says_what_it_requires(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zoo").rglob("*.py")} | {"zoo/py.typed"}
+    assert sources <= names and not [name for name in names if "__pycache__" in name]
+    assert {root for name in names if not (root := name.split("/")[0]).endswith(".dist-info")} == {"zoo"}
+    (licence,), (commands,) = ([n for n in names if n.endswith(end)] for end in ("LICENSE", "entry_points.txt"))
+    assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
+    assert "zoo = zoo.__main__:main" in wheel.read(commands).decode()
+    (name,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(wheel.read(name))
+    assert metadata["Name"] == "regional-zoo"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    required = [entry for entry in metadata.get_all("Requires-Dist") if "extra ==" not in entry]
+    assert sorted(required) == ["safetensors", "torch>=2.11", "tqdm"]
+
+
+def test_the_extras_bring_the_libraries_and_the_oldest_releases_allowed_are_tested() -> None:
+    # One installer call resolves a torch and a torchvision that belong together: only torch's has a lower bound.
+    assert EXTRAS["vision"] == ["torchvision"]
+    assert set(EXTRAS) == {"vision", "hf", "diffusers", "gnn", "bench", "dev"}
+    assert "regional-zoo[vision,hf,diffusers,gnn]" in EXTRAS["bench"] and "regional-zoo[bench]" in EXTRAS["dev"]
+    pinned = dict(line.split("==") for line in (ROOT / "tests/oldest.txt").read_text().splitlines() if "==" in line)
+    libraries = (*PYPROJECT["project"]["dependencies"], *EXTRAS["hf"], *EXTRAS["diffusers"], *EXTRAS["gnn"])
+    allowed = dict(each.split(">=") for each in libraries if ">=" in each)
+    assert allowed and {name: pinned[name].startswith(oldest) for name, oldest in allowed.items()} == dict.fromkeys(
+        allowed, True
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_a_page_names_are_there(page: Path) -> None:
-    named = re.findall(r"`((?:zoo|benchmarks|tests|docs|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))
-    made = re.findall(r'title="([^"]+)"', page.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists() and name not in made] == []
+def test_nothing_points_the_installer_at_a_host_and_all_name_one_version() -> None:
+    for name in ("pyproject.toml", "Makefile", ".ci/run"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for word in ("index-url", "find-links", "://"):
+            assert word not in text, f"{name} names a registry host: {word}"
+    import zoo
+
+    assert f"version: {zoo.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert zoo.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_import_zoo_imports_torch_and_nothing_heavier() -> None:
+    # Everything else that the distribution and the harness depend on, under the names it is imported by.
+    needed = [
+        *PYPROJECT["project"]["dependencies"],
+        *(each for name in EXTRAS if name != "dev" for each in EXTRAS[name]),
+    ]
+    names = {requirement.split(">")[0].replace("-", "_") for requirement in needed if "[" not in requirement}
+    heavy = sorted({*names, "triton", "benchmarks"} - {"torch"})
+    assert {"torch_geometric", "rich"} <= set(heavy)
+    # torch may load some of these by itself: only what zoo adds counts.
+    program = (
+        "import sys, torch; before = set(sys.modules); import zoo; "
+        f"print([name for name in {heavy!r} if name in set(sys.modules) - before])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+import torch
+import zoo
+"""
+BLOCKED = ("torchvision", "transformers", "diffusers", "torch_geometric", "accelerate", "huggingface_hub", "numpy")
+
+
+def without_libraries(program: str) -> str:
+    program = WITHOUT.format(blocked=BLOCKED) + program
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_family_and_a_model_of_torch_work_without_the_libraries() -> None:
+    said = without_libraries("""
+for name in ("bert-debug", "gcn-debug", "gat-debug", "graphsage-debug", "llm-debug", "resnet-debug", "unet-debug"):
+    model = zoo.create(name)
+    zoo.compile_regions(model, backend="eager")
+    with torch.inference_mode():
+        zoo.warm_up(model, **zoo.example_inputs(model))
+layers = [torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]
+print(len(zoo.compile_regions(torch.nn.Sequential(*layers), backend="eager")(torch.randn(2, 4, 16))))
+import zoo.__main__
+sys.exit(zoo.__main__.main(["list"]))
+""")
+    assert said.startswith("2\n") and "gcn-debug" in said
+
+
+def test_a_family_without_its_library_says_which_extra_to_install() -> None:
+    said = without_libraries("""
+for name in ("bert-debug", "gcn-debug", "llm-debug", "resnet-debug", "unet-debug"):
+    try:
+        zoo.to_upstream(zoo.create(name))
+    except ImportError as error:
+        print(error)
+""")
+    libraries = {"transformers": "hf", "torch_geometric": "gnn", "torchvision": "vision", "diffusers": "diffusers"}
+    wanted = {f'{name} is not installed: pip install "regional-zoo[{extra}]"' for name, extra in libraries.items()}
+    assert set(said.splitlines()) == wanted

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_unet_pipelines import pipeline
 from torch._dynamo.utils import counters
 
 import zoo
 from examples import chat, own_model, serve, train
+from tests.test_unet_sampler import pipeline
 from zoo.engine.compile import plan_of
-from zoo.llm import LLM, load, save
+from zoo.llm import load, save
 
 FIGURES = re.compile(r"(\d+) tokens; first token after [\d.]+ ms; [\d.]+ tokens/s, [\d.e+-]+ GB/s of weights")
 
@@ -42,6 +43,12 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     return tmp_path
+
+
+def noting() -> tuple[list[Any], Callable[[Any], Any]]:
+    """Models that are compiled, and what compiles them by a light backend."""
+    models: list[Any] = []
+    return models, lambda model: (models.append(model), zoo.compile_regions(model, backend="aot_eager"))[1]
 
 
 def words(ids: list[int]) -> str:
@@ -89,24 +96,16 @@ def test_a_prompt_is_continued(folder: Path, capsys: pytest.CaptureFixture[str])
     captured = capsys.readouterr()
     assert captured.out == words(expected[:1])
     assert "1 tokens; first token after" in captured.err and "tokens/s" not in captured.err
-
-
-def test_the_generation_config_says_what_ends_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    free = answer(folder, [5, 6], max_new_tokens=12)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[4], 255]}))
-    chat.main([str(folder), "--prompt", "w5 w6", "--device", "cpu", "--no-compile", "--max-new-tokens", "12"])
-    assert capsys.readouterr().out == words(free[: free.index(free[4]) + 1])
+    # Its generation config says what ends an answer.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [expected[4], 255]}))
+    chat.main([*call, "--max-new-tokens", "12"])
+    assert capsys.readouterr().out == words(expected[: expected.index(expected[4]) + 1])
 
 
 def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypatch):
     template = "{% for message in messages %}{{ 'w1 ' + message.content + ' w2 ' }}{% endfor %}w3"
     (folder / "chat_template.jinja").write_text(template)
-    models: list[LLM] = []
-
-    def compiled(model: LLM) -> torch.nn.Module:
-        models.append(model)
-        return zoo.compile_regions(model, backend="aot_eager")
-
+    models, compiled = noting()
     monkeypatch.setattr(chat, "compile_regions", compiled)
     monkeypatch.setattr(sys, "stdin", io.StringIO("w7 w8\nw9\n\n"))
     chat.main([str(folder), "--device", "cpu", "--max-new-tokens", "4", "--slots", "64", "--dtype", "bfloat16"])
@@ -126,12 +125,6 @@ def test_as_a_command(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == words(answer(folder, [5], max_new_tokens=5))
-
-
-def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        chat.main(["no/where/at/all"])
-    assert "no such file or folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -180,7 +173,6 @@ def example() -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pipeline of each kind, on disk."""
     made = {}
     for kind in ("sd", "xl"):
         made[kind] = tmp_path_factory.mktemp(kind)
@@ -216,18 +208,16 @@ def test_the_images_are_diffusers(kind, example, folders, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_model_is_compiled_and_captured(example, folders, tmp_path, monkeypatch):
-    models: list[torch.nn.Module] = []
-
-    def compiled(model: torch.nn.Module) -> torch.nn.Module:
-        models.append(model)
-        return zoo.compile_regions(model, backend="aot_eager")
-
+    models, compiled = noting()
     monkeypatch.setattr(example, "zoo", type("", (), {**vars(zoo), "compile_regions": staticmethod(compiled)}))
     found = run(example, folders["sd"], tmp_path / "compiled.png")
     assert plan_of(models[0]) is not None and zoo.captures(models[0]).replays == 4  # of 2 + 3 steps all but the first
     assert np.abs(found - run(example, folders["sd"], tmp_path / "eager.png", "--no-compile")).max() <= 1
 
 
-def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(example: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_named_before_anything_is_loaded(example, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="there is no folder"):
         example.main(["a cat", "--model", "none", "--out", str(tmp_path / "no" / "out.png")])
+    with pytest.raises(SystemExit):
+        chat.main(["no/where/at/all"])
+    assert "no such file or folder" in capsys.readouterr().err

@@ -47,9 +47,6 @@ def settings(tmp_path: Path) -> Settings:
     return settings_in(scratch, quick=True)
 
 
-# Kills
-
-
 def parent_of(pid: int) -> int | None:
     """The process that started it, or took it over; None once it has ended."""
     try:
@@ -115,14 +112,9 @@ def test_a_run_outlives_its_worker_refuses_a_second_run_and_is_resumed_after_a_k
 
 
 def attempt(
-    out: Path,
-    settings: Settings,
-    monkeypatch: pytest.MonkeyPatch,
-    cases: list[Case],
-    *,
-    resume: bool = False,
+    out: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, cases: list[Case], *, resume: bool = False,
     after: Callable[[], Any] = lambda: None,
-) -> tuple[int, str, list[Result]]:
+) -> tuple[int, str, list[Result]]:  # fmt: skip
     """A run whose arms are rows at once: its exit code, what it says without line ends, and the rows in its file."""
 
     def measured(cases: Any, settings: Any, report: Any, emit: Callable[[Result], None], **_: Any) -> None:
@@ -177,9 +169,6 @@ def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_p
                 second.scratch.name,
             }
     assert {path.name for path in tmp_path.iterdir()} == {"regional-zoo-run-new", "somebody-elses"}
-
-
-# Disks
 
 
 FILL = """
@@ -255,24 +244,28 @@ def _below_a_file(tmp_path: Path) -> Path:
     return tmp_path / "file" / "folder"
 
 
-def test_rows_that_could_never_be_written_are_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_place_for_rows_or_the_gpu_that_was_asked_for_nothing_is_measured(tmp_path, capsys, monkeypatch):
     out = str(_below_a_file(tmp_path))
     arguments = ["--family", FAKE, "--device", "cpu", "--strategy", "eager", "--impl", "zoo", "--out", out]
     assert run_command(run.main, "run", arguments) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert f"--out: {out} cannot be written (Not a directory); name another place" in error
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
+    captured = capsys.readouterr()
+    assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
+    assert captured.out == "" and captured.err.count("\n") == 1
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm(tmp_path: Path, settings: Settings) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm_and_none_at_all_a_line(
+    tmp_path, settings, monkeypatch
+):
     folder = _below_a_file(tmp_path)
     rows = rows_of(replace(settings, scratch=folder), EAGER, CASE)
     assert {result.status for result in rows.values()} == {"failed"} and len(rows) == 2
     for said in ("its cache folder cannot be made", str(folder), "set TMPDIR to a folder on another"):
         assert all(said in (result.reason or "") for result in rows.values())
-
-
-def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(_below_a_file(tmp_path)))
     with pytest.raises(UsageError, match="the compiler's caches have no folder .*; set TMPDIR to one"), \
             measure.settings_of(FAKE):  # fmt: skip
@@ -293,11 +286,7 @@ def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
     assert Result.from_json(result.to_json()) == result
 
 
-# The compiler
-
-
 def begin(out: Path, settings: Settings) -> None:
-    """What a run does before it measures anything."""
     plan = Run(WORKLOAD, "cpu", [CASE], {}, out)
     measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
 
@@ -338,7 +327,7 @@ def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(settings, m
     assert "an entry of the compiler's caches may be broken: measure again" in (arm.result.reason or "")
 
 
-def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(settings: Settings) -> None:
+def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and_a_miss_is_noted(settings):
     def after(phase: str, operation: str, *, cold: bool) -> str:
         arm = ArmRun(case=CASE, folder=settings.scratch)
         arm.result.cold = row(1.0, strategy="full").cold if cold else None
@@ -349,25 +338,11 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches(set
     assert "may be broken: measure again" in after(RACE, "first_call", cold=True)
     for phase, operation, cold in ((RACE, "first_call", False), (RACE, "check", True), (COLD, "first_call", True)):
         assert "broken" not in after(phase, operation, cold=cold)
-
-
-def test_a_warm_start_that_missed_its_cache_is_noted() -> None:
     results = [row(1.0), row(0.5, strategy="full", cold=2.0, warm=1.9, graphs=3)]
     assert not any("missed a cache" in note for note in race_notes(shown(results)))
     results[1].warm.cache_misses = 2
     said = "The warm start of these missed a cache and compiled something anew: zoo full."
     assert said in race_notes(shown(results))
-
-
-# The device
-
-
-def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_command(run.main, "run", ("--family", FAKE, "--device", "cuda")) == 2
-    captured = capsys.readouterr()
-    assert "--device cuda: torch finds no usable GPU here; use --device cpu" in captured.err
-    assert captured.out == "" and captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -387,6 +362,12 @@ def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "out-of-memory", "CUBLAS"),
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out-of-memory", "CUDNN"),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "failed", "a disk is full"),
+        # The remedy, which a long message does not push out.
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/" + "x" * 3000),
+            "failed",
+            "the compiler's caches go there",
+        ),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "failed", "a disk is full"),
         (OSError(errno.EROFS, os.strerror(errno.EROFS), "/x"), "failed", "the disk cannot be written"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/of/the/user"), "failed", "/data/of/the/user"),
@@ -395,17 +376,13 @@ def test_no_gpu_where_one_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_errors_of_devices_and_disks_are_typed_with_a_remedy(error: Exception, status: str, said: str) -> None:
     reply = failure_of(error)
     assert reply["status"] == status and said in reply["reason"] and "\n" not in reply["reason"]
+    assert len(reply["reason"]) < 600
 
 
 def test_a_users_own_file_is_not_called_the_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/caches")
     assert "TMPDIR" not in failure_of(PermissionError(errno.EACCES, "Permission denied", "/data/x"))["reason"]
     assert "TMPDIR" in failure_of(PermissionError(errno.EACCES, "Permission denied", "/caches/x"))["reason"]
-
-
-def test_a_long_message_does_not_push_the_remedy_out() -> None:
-    reason = failure_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/" + "x" * 3000))["reason"]
-    assert len(reason) < 600 and reason.endswith("the compiler's caches go there")
 
 
 def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, monkeypatch):
@@ -417,9 +394,6 @@ def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, 
     with pytest.raises(UsageError, match="could not be measured .*another process holds the GPU") as caught:
         begin(tmp_path / "run", settings)
     assert "\n" not in str(caught.value)
-
-
-# The software
 
 
 NEEDS = "zoo needs torch 2.11 or newer, this is torch"
@@ -465,9 +439,6 @@ def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatc
     assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
 
 
-# Locks on a GPU
-
-
 @pytest.fixture
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -486,14 +457,11 @@ def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_one_run_has_a_gpu_and_others_wait() -> None:
+def test_one_run_has_a_gpu_and_others_wait_where_there_is_a_place_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     with gpu_alone("GPU-1", notes.append), gpu_alone(None, print):
         assert not gets_in("GPU-1", notes) and gets_in("GPU-2") and gets_in(None)  # of a CPU
     assert gets_in("GPU-1") and notes == ["waiting for another run on this GPU"]
-
-
-def test_without_a_place_for_locks_runs_go_on_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
     notes: list[str] = []
     with gpu_alone("GPU-1", notes.append):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import Block, Sequence, graphs_of
 from torch import Tensor, nn
 
 import zoo
 from benchmarks.conformance import MODELS
+from tests.blocks import Block, Sequence, Wired, graphs_of, same_gradients
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import GRAPH_LOG
 
@@ -23,6 +23,17 @@ from zoo.engine.graph_log import GRAPH_LOG
 def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
     torch.compiler.reset()  # what another test compiled is not counted here
     return zoo.compile_regions(model, **{"backend": "eager", **kwargs})
+
+
+def as_uncompiled(model: nn.Module, *given: Any, graphs: dict[str, int], budget: bool = True, **options: Any) -> None:
+    """Compiled, a model computes what it did, call by call, with so many graphs, in some cases beyond its budget."""
+    with torch.no_grad():
+        expected = model(*given)
+        compiled(model, **options)
+        with zoo.enforce_budget(model) if budget else contextlib.nullcontext():
+            for _ in range(2):
+                torch.testing.assert_close(model(*given), expected)
+    assert graphs_of(model) == graphs
 
 
 def foreign(name: str) -> nn.Module:
@@ -72,7 +83,7 @@ def test_generation_is_saved_with_a_static_cache_and_says_why_it_is_not_with_a_d
     assert reason.startswith("its sizes are symbols") and "static cache" in reason
 
 
-def test_sizes_that_vary_turn_symbolic_once_and_are_told() -> None:
+def test_sizes_that_vary_turn_symbolic_once_and_are_told_also_of_layers_that_were_dropped_before() -> None:
     model = Sequence(*(Block(4) for _ in range(3)))
     inputs = [torch.randn(rows, 4) for rows in (2, 3, 5, 7, 11)]
     expected = [model(x) for x in inputs]
@@ -84,20 +95,12 @@ def test_sizes_that_vary_turn_symbolic_once_and_are_told() -> None:
         for x, y in zip(inputs, expected, strict=True):
             torch.testing.assert_close(model(x), y)
     assert sum(graphs_of(model).values()) == 2
-
-
-class Viewing(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(2, -1, 4)
-
-
-def test_sizes_that_vary_are_a_graph_for_views_and_others_alike() -> None:
-    model = compiled(Sequence(Viewing(), Block(4), Block(4)), regions=[Block])
-    with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="became symbolic"):
-        for tokens in (3, 5, 7):
-            x = torch.randn(2, 4 * tokens)
-            torch.testing.assert_close(model(x), model.blocks[2].forward(model.blocks[1].forward(x.view(2, -1, 4))))
-    assert sum(graphs_of(model).values()) == 2
+    model = compiled(Dropping(nn.Linear(4, 4), *(Block(4) for _ in range(5))), regions=[Block])
+    with warnings.catch_warnings(), zoo.enforce_budget(model):
+        warnings.simplefilter("ignore", zoo.RegionWarning)
+        for rows, model.dropped in ((3, (2, 4)), (5, (1, 3)), (7, (1, 2)), (9, ())):
+            model(torch.randn(rows, 4)).sum().backward()
+    assert graphs_of(model) == {"Block": 2}
 
 
 class Overwriting(Block):
@@ -119,20 +122,22 @@ class FromView(nn.Module):
         return x + first.square()
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["no gradients", "training"])
 @pytest.mark.parametrize("block", [Block, Overwriting])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_sizes_that_vary_in_training_are_a_graph_for_views_and_others_alike(block: type[Block], backend: str) -> None:
+def test_sizes_that_vary_are_a_graph_for_views_and_others_alike(block, backend, training):
     model = FromView(block)
     reference = copy.deepcopy(model)
     compiled(model, backend=backend)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", zoo.RegionWarning)
+    with pytest.warns(zoo.RegionWarning, match="became symbolic"), torch.set_grad_enabled(training):
         for rows in (3, 5, 7):
             x = torch.randn(rows, 4)
-            for each in (model, reference):
-                each(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+            ours, theirs = model(x), reference(x)
+            torch.testing.assert_close(ours, theirs)
+            if training:
+                (ours.sum() + theirs.sum()).backward()
+    if training:
+        same_gradients(model, reference, rtol=1e-4, atol=1e-4)
     assert sum(graphs_of(model).values()) == 2
 
 
@@ -148,12 +153,9 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
     assert sum(graphs_of(model).values()) == needed
 
 
-class Rated(nn.Module):
-    """Scales its branch by a rate of its own, in training."""
-
+class Rated(Wired):
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,8 +174,7 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
         torch.manual_seed(0)
         with held:
             each(x).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    same_gradients(model, reference)
     assert sum(graphs_of(model).values()) == expected  # a rate of zero is code of its own
     model.blocks[3].rate = 0.9
     reference.blocks[3].rate = 0.9
@@ -184,8 +185,6 @@ def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
 
 
 class Numbered(Block):
-    """Is told by its model which it is."""
-
     def forward(self, x: Tensor, place: int, *, scale: float = 1.0) -> Tensor:
         return super().forward(x) * scale + place
 
@@ -209,14 +208,9 @@ class Numbering(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_numbers_that_a_model_gives_its_blocks_are_symbols_but_sizes_are_not(rows, said, symbols, backend):
     model, x = Numbering(rows).eval(), torch.randn(4, 4)
-    expected = model(x)
     with torch.no_grad():
         assert zoo.find_regions(model, args=(x,)).graphs == said
-    compiled(model, backend=backend)
-    with torch.no_grad(), zoo.enforce_budget(model):
-        for _ in range(2):
-            torch.testing.assert_close(model(x), expected)
-    assert graphs_of(model) == {"Numbered": 2}  # the first block's numbers are constants
+    as_uncompiled(model, x, graphs={"Numbered": 2}, backend=backend)  # the first block's numbers are constants
     assert set().union(*(entry.varied for entry in GRAPH_LOG.of(plan_of(model).log_id))) == symbols
 
 
@@ -242,22 +236,15 @@ class Bounded(Rated):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> None:
     model, x = Sequence(*map(Bounded, (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
-    expected = model(x)
     assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
-    compiled(model, backend=backend)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), expected)
-    assert graphs_of(model) == {"Bounded": 1 if backend == "eager" else 3}
+    as_uncompiled(model, x, graphs={"Bounded": 1 if backend == "eager" else 3}, budget=False, backend=backend)
 
 
-class Dropped(nn.Module):
-    """A block of stochastic depth, as torchvision's."""
-
+class Dropped(Wired):
     def __init__(self, rate: float) -> None:
         super().__init__()
         from torchvision.ops import StochasticDepth
 
-        self.linear = nn.Linear(4, 4)
         self.depth = StochasticDepth(rate, "row")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,8 +274,6 @@ def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> 
 
 
 class LayerDrop(Sequence):
-    """Leaves every second block out, as layer drop may."""
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks[:: 2 if self.training else 1]:
             x = block(x)
@@ -311,23 +296,12 @@ def test_a_layer_that_training_drops_was_not_bypassed() -> None:
 
 
 class Dropping(Sequence):
-    """Leaves out what it is told to."""
-
     dropped: tuple[int, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.blocks):
             x = x if index in self.dropped else block(x)
         return x
-
-
-def test_sizes_that_vary_are_a_graph_for_layers_that_were_dropped_before() -> None:
-    model = compiled(Dropping(nn.Linear(4, 4), *(Block(4) for _ in range(5))), regions=[Block])
-    with warnings.catch_warnings(), zoo.enforce_budget(model):
-        warnings.simplefilter("ignore", zoo.RegionWarning)
-        for rows, model.dropped in ((3, (2, 4)), (5, (1, 3)), (7, (1, 2)), (9, ())):
-            model(torch.randn(rows, 4)).sum().backward()
-    assert graphs_of(model) == {"Block": 2}
 
 
 class Slot:
@@ -341,14 +315,12 @@ class Cache:
         self.seen: dict[int, bool] = {}
 
 
-class Picking(nn.Module):
+class Picking(Wired):
     """Reads and writes what is its own in the cache, and branches on its place where asked to."""
 
     def __init__(self, place: int, branch: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.place = place
-        self.branch = branch
+        self.place, self.branch = place, branch
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         own = cache.tables[self.place]
@@ -360,20 +332,9 @@ class Picking(nn.Module):
         return y + cache.tables[-1].held.mean() + len(cache.tables)
 
 
-class PickingModel(nn.Module):
-    def __init__(self, branch: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Picking(place, branch) for place in range(5))
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        for block in self.blocks:
-            x = block(x, cache)
-        return x
-
-
 @pytest.mark.parametrize(("branch", "expected"), [(False, 2 + 2), (True, 2 + 3)])
 def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None:
-    model = PickingModel(branch)
+    model = Sequence(*(Picking(place, branch) for place in range(5)))
     reference = copy.deepcopy(model)
     compiled(model)
     caches = Cache(), Cache()
@@ -407,29 +368,18 @@ class Placed(Block):
         return y
 
 
-class Placing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(map(Placed, range(4)))
-
-    def forward(self, x: Tensor, held: Any, how: str) -> Tensor:
-        for block in self.blocks:
-            x = block(x, held, how)
-        return x
-
-
 @pytest.mark.parametrize(("how", "needed"), [("reads", 1), ("writes", 1), ("writes first", 1), ("writes a list", 4)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(how: str, needed: int, backend: str):
-    model, x = Placing().eval(), torch.randn(4, 4)
+    model, x = Sequence(*map(Placed, range(4))).eval(), torch.randn(4, 4)
     whole = torch.arange(64.0).view(4, 4, 4)
 
     def held() -> Any:
         return list(whole) if how == "writes a list" else whole.clone()
 
-    assert zoo.find_regions(model, args=(x, held(), how)).graphs == str(needed)
     theirs, ours = held(), held()
     with torch.no_grad():
+        assert zoo.find_regions(model, args=(x, held(), how)).graphs == str(needed)
         expected = model(x, theirs, how)
         compiled(model, backend=backend)
         torch.testing.assert_close(model(x, ours, how), expected)
@@ -440,8 +390,6 @@ def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(h
 
 
 class Growing(Block):
-    """Keeps what it computed in a buffer."""
-
     def __init__(self) -> None:
         super().__init__(4)
         self.register_buffer("kept", torch.ones(1, 4), persistent=False)
@@ -460,12 +408,11 @@ def test_a_buffer_that_grows_is_a_graph_a_size_and_no_violation() -> None:
         assert graphs_of(model) == {"Growing": graphs}
 
 
-class Formatting(nn.Module):
+class Formatting(Wired):
     """Takes its place as text, which no symbol can be."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.place = place
         self.scale_0, self.scale_1, self.scale_2 = 1.0, 2.0, 3.0
 
@@ -506,19 +453,10 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
 def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
-    model, x = Sequence(*(Formatting(place) for place in range(3))), torch.randn(2, 4)
-    expected = model(x)
-    compiled(model)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), expected)
-    assert sum(graphs_of(model).values()) == 3
+    as_uncompiled(Sequence(*map(Formatting, range(3))), torch.randn(2, 4), graphs={"Formatting": 3}, budget=False)
 
 
-class Printing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Printing(Wired):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         return x if x.sum().item() > 1e6 else x.relu()
@@ -541,20 +479,15 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
 
 
 class Counting(Block):
-    """Takes a size for a constant."""
-
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * len(range(x.shape[0]))
+        return super().forward(x) * len(range(x.shape[0]))  # a size that is taken for a constant
 
 
-def test_a_mark_that_cannot_be_kept_is_an_error_with_the_remedy() -> None:
+def test_a_mark_that_cannot_be_kept_is_an_error_with_the_remedy_and_an_error_of_the_models_own_stays() -> None:
     model, x = compiled(Sequence(Counting(4), Counting(4))), torch.randn(2, 4)
     torch._dynamo.mark_dynamic(x, 0)
     with pytest.raises(zoo.RegionError, match=r"blocks\.0 \(Counting\).*Constraints violated.*dynamic=False"):
         model(x)
-
-
-def test_an_error_of_the_models_own_stays() -> None:
     model = compiled(Sequence(Block(4), Block(4)))
     with pytest.raises(RuntimeError, match="mat1|size") as caught:
         model(torch.randn(2, 3))
@@ -593,8 +526,6 @@ def sequential() -> nn.Module:
 
 
 class Repeating(nn.Module):
-    """Calls one block again and again: the only one in a list, or among others."""
-
     def __init__(self, width: int = 8, around: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.groups = nn.ModuleList([Block(width)])
@@ -610,16 +541,12 @@ def shared() -> nn.Module:
     return nn.Sequential(*[Block(8)] * 3)
 
 
-@pytest.mark.parametrize("make", [of_torch, sequential, Repeating, shared])
-def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module]) -> None:
-    model, x = make().eval(), torch.randn(2, 3, 8)
-    with torch.no_grad():
-        expected = model(x)
-        compiled(model, backend="aot_eager")
-        with zoo.enforce_budget(model):
-            torch.testing.assert_close(model(x), expected)
-            torch.testing.assert_close(model(x), expected)
-    assert sum(graphs_of(model).values()) == 1
+REPEATED = {of_torch: "TransformerEncoderLayer", sequential: "Sequential", Repeating: "Block", shared: "Block"}
+
+
+@pytest.mark.parametrize(("make", "name"), REPEATED.items())
+def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module], name: str) -> None:
+    as_uncompiled(make().eval(), torch.randn(2, 3, 8), graphs={name: 1}, backend="aot_eager")
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -645,16 +572,11 @@ def test_a_change_inside_a_block_of_torch_is_noticed() -> None:
         torch.testing.assert_close(model(x), copy.deepcopy(model)(x))
 
 
-class Strict(nn.Module):
-    """Wants an argument of each of its subclasses."""
+class Strict(Wired):
+    scale = 2.0
 
     def __init_subclass__(cls, *, kind: str) -> None:
         super().__init_subclass__()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scale = 2.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.scale
@@ -673,37 +595,30 @@ class Named(Sequence):
 
 def test_names_that_are_the_models_own() -> None:
     model, x = Named(Strict(), Strict()).eval(), torch.randn(2, 4)
-    expected = model(x)
     assert zoo.find_regions(model, kwargs={"model": x}).graphs_needed == 1
-    compiled(model)
+    as_uncompiled(model, x, graphs={"Strict": 1})
     with torch.no_grad():
-        assert zoo.warm_up(model, model=x).graphs == 1
-        torch.testing.assert_close(model(x), expected)
+        assert zoo.warm_up(model, model=x).graphs == 0
 
 
-def test_warm_up_takes_positional_arguments_and_functions() -> None:
+class Keyed(Sequence):
+    def forward(self, args: Tensor, kwargs: Tensor) -> Tensor:
+        return super().forward(args + kwargs)
+
+
+def test_warm_up_takes_arguments_in_every_form_and_functions() -> None:
     model = compiled(Sequence(Block(4), Block(4)), dynamic=False)
     with torch.no_grad():
         assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 1
         assert zoo.warm_up(model, *(partial(model, torch.randn(rows, 4)) for rows in (3, 5))).graphs == 2
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
+        keyed, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
+        assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert zoo.warm_up(model, torch.randn(2, 4)).graphs == 0  # all is compiled
-    unused = compiled(Sequence(Block(4), Block(4)))
+            assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 0  # all is compiled
     with pytest.warns(zoo.RegionWarning, match="no region of Sequence was called: give functions"):
-        zoo.warm_up(unused, lambda: model(torch.randn(2, 4)))
-
-
-class Scaled(Sequence):
-    """Is called as many models of libraries are: with arguments that it hands on."""
-
-    def forward(self, x: Tensor, scale: float = 1.0, **kwargs: Any) -> Tensor:
-        assert not kwargs
-        return super().forward(x) * scale
-
-
-def test_warm_up_takes_arguments_as_torch_export_does() -> None:
+        zoo.warm_up(compiled(Sequence(Block(4), Block(4))), lambda: model(torch.randn(2, 4)))
     model, x = compiled(Scaled(Block(4), Block(4)), dynamic=False), torch.randn(2, 4)
     with torch.no_grad():
         assert zoo.warm_up(model, args=(x,), kwargs={"scale": 2.0}).graphs == 1
@@ -716,15 +631,12 @@ def test_warm_up_takes_arguments_as_torch_export_does() -> None:
             assert refused.value.__notes__[-1].endswith(remedy)
 
 
-class Keyed(Sequence):
-    def forward(self, args: Tensor, kwargs: Tensor) -> Tensor:
-        return super().forward(args + kwargs)
+class Scaled(Sequence):
+    """Is called as many models of libraries are: with arguments that it hands on."""
 
-
-def test_warm_up_gives_a_model_its_own_argument_that_is_named_args() -> None:
-    model, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
-    with torch.no_grad():
-        assert zoo.warm_up(model, args=x, kwargs=x).graphs == 1
+    def forward(self, x: Tensor, scale: float = 1.0, **kwargs: Any) -> Tensor:
+        assert not kwargs
+        return super().forward(x) * scale
 
 
 class Shifted(nn.Module):
@@ -807,12 +719,8 @@ def test_all_blocks_are_regions_where_some_are_sharded() -> None:
     assert [found.modules for found in report.regions] == [("blocks.1", "blocks.2")] and not report.obstacles
 
 
-class Masked(nn.Module):
+class Masked(Wired):
     """Leaves out self-loops and adds one to each node, as graph convolutions do: how many edges depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         loops = torch.arange(x.shape[0]).repeat(2, 1)
@@ -829,9 +737,5 @@ def test_sizes_that_depend_on_data_train() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         zoo.compile_regions(model)
         for each in (model, reference):
-            out = x
-            for block in each.blocks:
-                out = block(out, edges)
-            out.square().sum().backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+            each(x, edges).square().sum().backward()
+    same_gradients(model, reference, rtol=1e-4, atol=1e-4)

@@ -1,7 +1,6 @@
 """Random models of every family, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,31 +8,24 @@ import pytest
 import torch
 import torch_geometric.nn as pyg
 import transformers
-from bert_reference import NAMES
 from diffusers import UNet2DConditionModel
 from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
-from llm_reference import exact_norms
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
-from training_models import build, draw, loss_of, optimizer_of, plain_losses
 
 import zoo
+from tests.bert_reference import NAMES
 from tests.gnn_reference import edges_of
+from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.bert import pack, unpack
 from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
 from zoo.training import TrainingStep
 
-pytestmark = pytest.mark.usefixtures("one_thread", "_exact_norms")
+pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
 POSITIONS = 40
-
-
-@pytest.fixture(scope="module")
-def _exact_norms() -> Iterator[None]:
-    with exact_norms():
-        yield
 
 
 @st.composite
@@ -240,6 +232,12 @@ def test_encoders(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int,
             torch.testing.assert_close(found, expected, rtol=tight, atol=tight * float(expected.abs().max()))
 
 
+def both_refuse(theirs: nn.Module, run: Any, dtype: torch.dtype) -> None:
+    """Batch norm of one value a channel, in training."""
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run(theirs, dtype)
+
+
 GRAPH_PRESETS = {"GCN": "gcn-debug", "GAT": "gat-debug", "GraphSAGE": "graphsage-debug"}
 
 
@@ -321,12 +319,9 @@ def test_graph_models(data, made, dtype, nodes, seed, training):
         floor = 1e-3 if normed and dtype == torch.float32 else 0.0
         ours = compare(theirs, run, dtype, floor=floor, least_gradient=1.0 if signs else 0.0)
     except ValueError:
-        # Batch norm of one row in training: both refuse.
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(theirs, dtype)
-        return
-
-    round_trips(theirs, ours, GRAPH_PRESETS[name])
+        both_refuse(theirs, run, dtype)
+    else:
+        round_trips(theirs, ours, GRAPH_PRESETS[name])
 
 
 @fuzz
@@ -455,12 +450,9 @@ def test_resnets(options, dtype, rows, sides, channels, last, training, seed):
     try:
         ours = compare(theirs, run, dtype)
     except ValueError:
-        # Batch norm of one value a channel in training: both refuse.
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            run(theirs, dtype)
-        return
-
-    round_trips(theirs, ours, "resnet-debug")
+        both_refuse(theirs, run, dtype)
+    else:
+        round_trips(theirs, ours, "resnet-debug")
 
 
 @st.composite
@@ -519,9 +511,6 @@ def test_unets(options, dtype, rows, sides, tokens, timestep, seed):
     # A norm over two values amplifies a rounding up to a million times.
     ours = compare(theirs, run, dtype, floor=1e-8)
     round_trips(theirs, ours)
-
-
-SPACINGS, PREDICTIONS = ("leading", "trailing", "linspace"), ("epsilon", "v_prediction")
 
 
 @fuzz

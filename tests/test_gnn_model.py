@@ -1,6 +1,7 @@
-"""Graph models: one graph at any depth; CSRGraph, aggregations and how raw edges are remembered; bad input named."""
+"""Graph models and operators: graphs at any depth, CSRGraph, how raw edges are remembered, real sizes on a GPU."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -9,20 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
 from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_sum
 from tests.test_bad_inputs import EDGES, X
-from tests.test_bad_inputs import GRAPHS as BAD_GRAPHS
 from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
 from zoo.gnn.graph import Recipe
-from zoo.gnn.model import build
-from zoo.ops.csr import max_neighbours, mean_neighbours, sum_neighbours
+from zoo.ops import common, csr
+from zoo.ops.csr import GraphTensors, attention, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
 # The first layer, the last and all between, at any depth; with a jumping-knowledge head no layer is a last one.
@@ -58,7 +58,7 @@ def test_one_graph_at_any_depth(name: str, variant: dict[str, Any], graphs: int)
     assert zoo.find_regions(model, kwargs=inputs).graphs_needed == graphs
 
 
-def test_learned_edge_weights_compile_without_a_break() -> None:
+def test_learned_edge_weights_compile_without_a_break_and_raw_edges_break_once() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     weight = (torch.rand(256) + 0.1).requires_grad_()
@@ -67,9 +67,6 @@ def test_learned_edge_weights_compile_without_a_break() -> None:
     (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
     (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
     torch.testing.assert_close(found, expected)
-
-
-def test_raw_edges_break_a_full_compile_once_and_stay_right() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     counter = CompileCounterWithBackend("aot_eager")
@@ -135,127 +132,17 @@ def test_symbolic_sizes_take_graphs_of_all_sizes(name: str) -> None:
     assert counters["stats"]["unique_graphs"] == 3
 
 
-BAD_WEIGHTS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"edge_weight": torch.rand(4)}, ValueError, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
-    ({"edge_weight": torch.arange(3)}, TypeError, r"edge_weight is torch\.int64, expected floating-point numbers"),
-    ({"edge_weight": torch.rand(3, device="meta")}, ValueError, "edge_weight is on meta and the edges on cpu"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "message"), BAD_WEIGHTS, ids=[message for _, _, message in BAD_WEIGHTS])
-def test_edge_weights(change: dict[str, Any], kind: type[Exception], message: str) -> None:
-    model = zoo.create("gcn-debug")
-    for call in (model, GCNConv(12, 3)):
-        with pytest.raises(kind, match=message):
-            call(X, EDGES, **change)
-    with pytest.raises(kind, match=message):
-        model.prepare(EDGES, **change)
-    with pytest.raises(kind, match=message):
-        CSRGraph.from_edge_index(EDGES).with_weights(**change)
-
-
-@pytest.mark.parametrize("conv", [GCNConv(12, 3), GATConv(12, 3), SAGEConv(12, 3)], ids=["gcn", "gat", "sage"])
-@pytest.mark.parametrize(("change", "kind", "message"), BAD_GRAPHS, ids=[message for *_, message in BAD_GRAPHS])
-def test_convolutions(conv: nn.Module, change: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given = {"x": X, "edge_index": EDGES, **change}
-    with pytest.raises(kind, match=message):
-        conv(given["x"], given["edge_index"])
-
-
-def calls() -> dict[str, tuple[Callable[[], object], str]]:
-    gcn, gat, sage = (zoo.create(f"{name}-debug") for name in ("gcn", "gat", "graphsage"))
-    weights = torch.rand(3)
-    graph = CSRGraph.from_edge_index(EDGES)
-    weighted = CSRGraph.from_edge_index(EDGES, weights)
-    rectangular = CSRGraph.from_edge_index(EDGES, num_nodes=(5, 6))
-    return {
-        "weights for gat": (lambda: gat(X, EDGES, weights), "does not use edge weights"),
-        "weights for sage": (lambda: sage(X, EDGES, weights), "does not use edge weights"),
-        "prepared with weights for sage": (
-            lambda: sage.prepare(EDGES, weights),
-            "carries edge weights, which this layer does not use",
-        ),
-        "weighted graph for gat": (lambda: gat(X, weighted), "carries edge weights, which this layer does not use"),
-        "weights twice": (lambda: gcn(X, graph, weights), r"with a CSRGraph.*with_weights"),
-        "fewer nodes in the graph": (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
-        "prepared for fewer nodes": (lambda: gat(X, gat.prepare(EDGES, num_nodes=7)), "x has 5 rows.*7 nodes"),
-        "prepared with another number of nodes": (
-            lambda: gcn.prepare(graph, num_nodes=6),
-            "num_nodes is 6, but the graph has 5; leave it out",
-        ),
-        "rectangular model": (lambda: sage(X, rectangular), "the graph is rectangular.*convolutions on their own"),
-        "rectangular normalisation": (lambda: GCNConv(12, 3)(X, rectangular), "normalisation needs a square graph"),
-        "negative num_nodes": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=-1), "num_nodes is -1"),
-        "num_nodes of three": (lambda: CSRGraph.from_edge_index(EDGES, num_nodes=(5, 5, 5)), r"\(5, 5, 5\)"),
-        "sage destinations": (
-            lambda: SAGEConv((12, 4), 3)((X, torch.randn(5, 4)), rectangular),
-            "x has 5 rows, the graph 6 nodes",
-        ),
-        "gat own width": (lambda: GATConv((12, 4), 3)((X, X), graph), r"shape \[5, 12\], expected \[N, 4\]"),
-        **{
-            f"more destinations, {type(conv).__name__}": (
-                lambda conv=conv: conv(X, rectangular),
-                r"the graph has 6 destinations and x 5 rows, .* pass x=\(sources, destinations\)",
-            )
-            for conv in (SAGEConv(12, 3), GATConv(12, 3))
-        },
-        "a pair of widths and one of features": (
-            lambda: SAGEConv((12, 4), 3)(X, graph),
-            r"shape \[5, 12\], expected \[N, 4\]",
-        ),
-        "aggregation": (lambda: SAGEConv(3, 3, aggr="median"), "aggr is 'median', expected"),
-        "heads": (lambda: GATConv(3, 3, heads=0), "heads is 0, expected a positive integer"),
-        "dropout": (lambda: GATConv(3, 3, dropout=2.0), "dropout is 2.0, expected a probability"),
-        "self-loops alone": (lambda: GCNConv(3, 3, add_self_loops=True, normalize=False), "normalize False"),
-        **{
-            f"weights beside tensors, {type(conv).__name__}": (
-                lambda conv=conv: conv(X, graph.tensors, weights),
-                r"edge_weight was given with prepared tensors.*with_weights",
-            )
-            for conv in (GCNConv(12, 3), SAGEConv(12, 3, aggr="sum"), GATConv(12, 3))
-        },
-        "mean without degrees": (lambda: mean_neighbours(X, graph.tensors), "needs the graph's inverse degrees"),
-        "no nodes to draw from": (
-            lambda: zoo.example_inputs(gcn, num_nodes=0),
-            "num_nodes is 0, expected a positive integer",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", calls())
-def test_misuse(name: str) -> None:
-    call, message = calls()[name]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_foreign_objects() -> None:
-    rectangular = torch.tensor([[0, 4, 2], [0, 1, 2]])
-    for conv, x, takes in (GCNConv(12, 3), (X, X), "sources alone"), (SAGEConv(12, 3), (X,) * 3, "two tensors"):
-        with pytest.raises(TypeError, match=f"x is a tuple of {len(x)}, expected .*{takes}"):
-            conv(x, rectangular)
-    conv = SAGEConv((12, 4), 3, root_weight=False)
-    with pytest.raises(TypeError, match=r"of the destinations is a NoneType.*torch.empty\(D, 0\)"):
-        conv((X, None), rectangular)
-    assert conv((X, torch.empty(3, 0)), rectangular).shape == (3, 3)
-    with pytest.raises(TypeError, match="config is a dict"):
-        build({})
-
-
 def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
     model = zoo.create("gcn-debug")
     with torch.autocast("cpu", torch.bfloat16):
         assert model(X.bfloat16(), EDGES).shape == (5, 5)
         with pytest.raises(TypeError, match=r"x is torch\.int64"):
             model(X.long(), EDGES)
-
-
-@pytest.mark.parametrize("aggr", ["mean", "max"])
-def test_autocast_takes_wider_features_than_weights(aggr: str) -> None:
-    conv = SAGEConv(12, 3, aggr=aggr, project=True).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = conv(X, EDGES)
-    torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
+    for aggr in ("mean", "max"):  # wider features than weights
+        conv = SAGEConv(12, 3, aggr=aggr, project=True).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = conv(X, EDGES)
+        torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
 
 
 every_graph = pytest.mark.parametrize("name", GRAPHS)
@@ -267,7 +154,7 @@ def edges(name: str) -> tuple[Tensor, tuple[int, int]]:
 
 
 @every_graph
-def test_rows_are_sorted_and_stable(name: str) -> None:
+def test_rows_are_sorted_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     weight = torch.arange(edge_index.shape[1], dtype=torch.float32)
     graph = CSRGraph.from_edge_index(edge_index, weight, sizes)
@@ -281,10 +168,6 @@ def test_rows_are_sorted_and_stable(name: str) -> None:
     assert tensors.destination[transpose.permutation].equal(transpose.destination)
     assert tensors.source[transpose.permutation].equal(torch.sort(edge_index[0]).values)
     assert transpose.colptr.tolist() == [int((edge_index[0] < s).sum()) for s in range(sizes[0] + 1)]
-
-
-@every_graph
-def test_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     weight, x = torch.rand(edge_index.shape[1], dtype=torch.float64), torch.randn(sizes[0], 3, dtype=torch.float64)
     weighted = CSRGraph.from_edge_index(edge_index, weight, sizes).tensors
@@ -365,28 +248,11 @@ def test_in_place_changes_are_seen() -> None:
         after = model(x, edge_index, weight)
         assert not torch.allclose(before, after)
         torch.testing.assert_close(after, fresh(), rtol=0, atol=0)
-
-
-def test_inference_tensors_are_never_remembered_across_a_change() -> None:
-    model = zoo.create("graphsage-debug")
-    with torch.inference_mode():
+    with torch.inference_mode():  # whose tensors tell of no change, so that none is remembered
         x, edge_index = zoo.example_inputs(model).values()
         before = model(x, edge_index)
         edge_index.copy_(edge_index.flip(0))
         assert not torch.equal(model(x, edge_index), before)
-
-
-def test_a_moved_or_copied_graph_gives_the_same_tensors_for_every_recipe() -> None:
-    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1, 1, 0, 0]])
-    graph, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
-    looped = graph.prepared(Recipe(self_loops=True, normalize=True))
-    assert (looped.num_edges, graph.num_edges, graph.device) == (10, 6, edge_index.device)
-    fresh = CSRGraph.from_edge_index(edge_index, None, 5)
-    for again in (graph.to("cpu"), copy.deepcopy(graph), looped):
-        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
-            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
-                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
-                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
 
 
 def test_convolutions_take_rectangular_graphs() -> None:
@@ -400,6 +266,8 @@ def test_convolutions_take_rectangular_graphs() -> None:
         torch.testing.assert_close(conv(x, rectangular), conv(x, square)[:2])
     more = CSRGraph.from_edge_index(torch.tensor([[4, 0], [5, 1]]), None, (5, 6))
     assert GCNConv(12, 3, normalize=False)(torch.randn(5, 12), more).shape == (6, 3)
+    rootless = SAGEConv((12, 4), 3, root_weight=False)  # destinations without features of their own
+    assert rootless((torch.randn(5, 12), torch.empty(2, 0)), rectangular).shape == (2, 3)
 
 
 def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +305,7 @@ def test_a_neutral_graph_is_prepared_once_for_each_model() -> None:
             torch.testing.assert_close(other(x, prepared), other(x, edge_index), rtol=0, atol=0)
 
 
-def test_graphs_move_and_copy() -> None:
+def test_a_moved_or_copied_graph_gives_the_same_tensors_for_every_recipe() -> None:
     model = zoo.create("gcn-debug")
     x, edge_index = zoo.example_inputs(model).values()
     graph = model.prepare(edge_index, torch.rand(256), num_nodes=64)
@@ -448,6 +316,16 @@ def test_graphs_move_and_copy() -> None:
     assert on_meta.device.type == "meta" and on_meta.tensors.weight is not None and on_meta.tensors.weight.is_meta
     with pytest.raises(ValueError, match="x is on cpu and the graph on meta"):
         model(x, on_meta)
+    edge_index = torch.tensor([[3, 0, 1, 2, 3, 1], [0, 1, 1, 1, 0, 0]])
+    graph, weight = CSRGraph.from_edge_index(edge_index, None, 5), torch.rand(6)
+    looped = graph.prepared(Recipe(self_loops=True, normalize=True))
+    assert (looped.num_edges, graph.num_edges, graph.device) == (10, 6, edge_index.device)
+    fresh = CSRGraph.from_edge_index(edge_index, None, 5)
+    for again in (graph.to("cpu"), copy.deepcopy(graph), looped):
+        for one, other in ((again, fresh), (again.with_weights(weight), fresh.with_weights(weight))):
+            for recipe in (Recipe(), Recipe(self_loops=True, normalize=True), Recipe(mean=True)):
+                for a, b in zip(one.prepared(recipe).tensors, other.prepared(recipe).tensors, strict=True):
+                    assert torch.equal(a, b) if isinstance(b, Tensor) else type(a) is type(b)
 
 
 @pytest.mark.gpu
@@ -464,3 +342,262 @@ def test_on_a_gpu_forward_never_synchronises_and_agrees_with_the_cpu() -> None:
             outs = [model(x, graph), model(x, edge_index)]
         for out in outs:
             torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+MANY_NODES, MANY_EDGES = 169_343, 2_315_598
+
+
+def random_graph(weight: bool = False, **recipe: bool) -> CSRGraph:
+    edges = torch.stack([torch.randint(8, (40,)), torch.randint(1, 7, (40,))])
+    edges[1, :12] = 2
+    return CSRGraph.from_edge_index(edges, torch.rand(40) if weight else None, (8, 7)).prepared(Recipe(**recipe))
+
+
+def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
+    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "draws": (distinct, (torch.full((8,), 9), 3, torch.Generator()))
+    }
+    graph, weighted = random_graph(mean=True), random_graph(weight=True)
+    for name, size in (("whole", 40), ("split", 4)):
+        g, learned = (
+            each.tensors._replace(
+                split=split_rows(each.tensors.rowptr, 40, size),
+                transpose=each.tensors.transpose._replace(split=split_rows(each.tensors.transpose.colptr, 40, size)),
+            )
+            for each in (graph, weighted)
+        )
+
+        def sums(x: Tensor, weight: Tensor, bias: Tensor, learned: GraphTensors = learned) -> Tensor:
+            return sum_neighbours(x, learned._replace(weight=weight), bias=bias, channels=3)
+
+        # The transpose holds the same weights.
+        x, bias, weight = torch.randn(8, 4), torch.randn(3), learned.weight.clone()
+        x, weight, bias = (each.requires_grad_() for each in (x, weight, bias))
+        found[f"sum {name}"] = sums, (x, weight, bias)
+        for own in ("add", "concat"):
+            found[f"mean {own} {name}"] = functools.partial(mean_neighbours, graph=g, own=own), (x,)
+        for dropout, average in ((0.0, False), (0.5, True)):
+            attends = functools.partial(attention, heads=2, graph=g, slope=0.2, dropout=dropout, average=average)
+            table, scores = torch.randn(8, 2 * 3 + 2, requires_grad=True), torch.randn(7, 2, requires_grad=True)
+            found[f"attention {name} {dropout}"] = attends, (table, scores)
+    return found
+
+
+def test_dropout_leaves_out_the_asked_share_and_gradients_pass_through_it() -> None:
+    edges = torch.stack([torch.arange(4000) % 50, torch.zeros(4000, dtype=torch.int64)])
+    graph = CSRGraph.from_edge_index(edges, None, (50, 1)).tensors
+    ones, zeros = torch.ones(50, 4, 1), torch.zeros(50, 4)
+    drawn = torch.stack([attend(ones, zeros, zeros[:1], graph, 0.2, 0.3) for _ in range(40)])
+    assert drawn.unique().numel() > 20, "calls and heads must draw anew"
+    assert (drawn.mean() - 1.0).abs() < 0.01
+    # All weights are one in 4000: the variance of the sum of kept ones is p / (1 - p) in 4000.
+    assert 0.7 < drawn.std() / (0.3 / 0.7 / 4000) ** 0.5 < 1.3
+    graph = random_graph(mean=True).tensors
+    x = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: mean_neighbours(x, graph).square(), (x,))
+    scores = [torch.randn(n, 2, dtype=torch.float64, requires_grad=True) for n in (8, 7)]
+    x3 = torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True)
+
+    def drawn(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return attend(*inputs, graph, 0.2, 0.4)
+
+    assert torch.autograd.gradcheck(drawn, (x3, *scores))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_mode_is_right(name: str) -> None:
+    model = zoo.create(name)
+    x, edge_index = zoo.example_inputs(model).values()
+    direction, cotangent = torch.randn_like(x), torch.randn(64, 5)
+    out, tangent = torch.func.jvp(lambda x: model(x, edge_index), (x,), (direction,))
+    torch.testing.assert_close(out, model(x, edge_index))
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(leaf, edge_index), leaf, cotangent)
+    torch.testing.assert_close((tangent * cotangent).sum(), (grad * direction).sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_kernels_refuse_gradients_without_a_transpose_and_say_what_to_do() -> None:
+    with torch.no_grad():
+        graph = random_graph(mean=True).tensors
+    assert graph.transpose is None
+    x = torch.randn(8, 3, requires_grad=True)
+    for aggregate in (
+        lambda: mean_neighbours(x, graph),
+        lambda: attend(x.unsqueeze(1), x[:, :1], x[:7, :1], graph, 0.2),
+    ):
+        with pytest.raises(RuntimeError, match="walks the transposed graph"):
+            aggregate()
+
+
+def test_the_transpose_comes_with_gradients_and_is_built_once() -> None:
+    model = zoo.create("gcn-debug")
+    inputs = zoo.example_inputs(model)
+    with torch.no_grad():
+        graph = model.prepare(inputs["edge_index"], torch.rand(256), num_nodes=64)
+        assert graph.tensors.transpose is None and graph._edges.transposed is None
+    found = graph.tensors.transpose
+    assert found is not None and graph.tensors.transpose is found
+    torch.testing.assert_close(found.weight, graph.tensors.weight[found.permutation])
+    with torch.inference_mode():
+        assert graph.tensors.transpose is None
+    assert model.prepare(inputs["edge_index"], num_nodes=64)._edges.transposed is not None
+    model(inputs["x"], graph).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 63])
+def test_tables_of_long_rows_have_few_sizes_and_short_rows_have_none(size: int, monkeypatch: Any) -> None:
+    for seed in range(5):  # that they are right shows in the sums of gnn_kernel_checks.py
+        torch.manual_seed(seed)
+        rows = torch.randint(12, (200,)).clamp(min=2 * seed).sort().values
+        pointers = torch.searchsorted(rows, torch.arange(13))
+        tables, longest = split_rows(pointers, 200, size), int(pointers.diff().max())
+        assert (tables is None) == (longest <= size)
+        assert tables is None or all(len(each) & (len(each) - 1) == 0 for each in (tables.chunks, tables.rows))
+    monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
+    assert random_graph().tensors.split is None
+    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 8)
+    graph = random_graph()
+    moved = graph.to("cpu").tensors.split
+    assert moved is not None and moved.chunks.equal(graph.tensors.split.chunks)
+
+
+@pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])
+def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values and gradients are the same, in rows that lie a multiple of 16 bytes apart."""
+    model = zoo.create(name, out_channels=11).train().requires_grad_(True)
+    inputs = zoo.example_inputs(model)
+    widths, aggregate = [], csr._csr_sum
+
+    def watched(x: Tensor, *rest: Any) -> Tensor:
+        widths.append(x.shape[1])
+        return aggregate(x, *rest)
+
+    monkeypatch.setattr(csr, "_csr_sum", watched)
+    monkeypatch.setattr("zoo.gnn.model.kernels_run", lambda *_: True)
+    found = []
+    for many in (2**16, 16):
+        monkeypatch.setattr("zoo.gnn.model.MANY_NODES", many)
+        out = model(**inputs)
+        assert out.is_contiguous() and widths[-1] == (1 if "gcn" in name else 2) * (11 if many > 16 else 16)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def big_graph(kind: str = "uniform", **recipe: bool) -> CSRGraph:
+    """As many nodes and edges as ogbn-arxiv has with both directions; ``hub`` has one of 200,000 each way."""
+    nodes, edges = (MANY_NODES, MANY_EDGES) if kind == "uniform" else (MANY_NODES, 5 * MANY_NODES + 200_000)
+    generator = torch.Generator("cuda").manual_seed(0)
+    ends = torch.randint(nodes, (2, edges), generator=generator, device="cuda")
+    if kind == "hub":
+        ends[1, :200_000] = 7
+        ends[0, 200_000:400_000] = 9
+    return CSRGraph.from_edge_index(ends, None, nodes).prepared(Recipe(**recipe))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uniform", "hub"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes_against_float64_and_to_the_bit(kind: str, dtype: torch.dtype) -> None:
+    graph = big_graph(kind, normalize=True)
+    tensors = graph.tensors
+    assert (tensors.split is not None) == (kind == "hub") and tensors.transpose is not None
+    plain_graph = graph.prepared(Recipe(mean=True)).tensors
+    weight, scale = tensors.weight.double(), plain_graph.inverse_degree.double()
+    cases: list[tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = [
+        (lambda x: sum_neighbours(x, tensors), lambda x: edge_sum(x, *exact(tensors), weight), ((100,),)),
+        (lambda x: mean_neighbours(x, plain_graph), lambda x: edge_sum(x, *exact(tensors), row_scale=scale), ((256,),)),
+        (
+            lambda *xs: attend(*xs, plain_graph, 0.2),
+            lambda *xs: edge_attention(*xs, 0.2, *exact(tensors)),
+            ((8, 8), (8,), (8,)),
+        ),
+    ]
+    for ours, reference, shapes in cases:
+        inputs = [torch.randn(MANY_NODES, *shape, device="cuda").to(dtype).requires_grad_() for shape in shapes]
+        cotangent = torch.randn(MANY_NODES, *shapes[0], device="cuda").to(dtype)
+        found = [out := ours(*inputs), *torch.autograd.grad(out, inputs, cotangent)]
+        again = [out := ours(*inputs), *torch.autograd.grad(out, inputs, cotangent)]
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+        expected = [out := reference(*wide), *torch.autograd.grad(out, wide, cotangent.double())]
+        for a, b in zip(found, expected, strict=True):
+            assert (a.double() - b).norm() < (1e-5 if dtype == torch.float32 else 2e-2) * b.norm()
+        del found, again, wide, expected
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31() -> None:
+    nodes, channels, edges = 9_000_000, 256, 50_000
+    assert nodes * channels > 2**31
+    x = torch.randn(nodes, channels, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    # Both ends lie in the last million.
+    ends = torch.randint(nodes - 1_000_000, nodes, (2, edges), device="cuda")
+    graph = CSRGraph.from_edge_index(ends, None, nodes).prepared(Recipe(mean=True)).tensors
+    used = ends.unique()
+    small = torch.searchsorted(used, torch.stack([graph.source, graph.destination]).long())
+    few = x.detach()[used].double().requires_grad_()
+    scale = graph.inverse_degree[used].double()
+    score = torch.randn(nodes, 2, device="cuda", dtype=torch.bfloat16)
+    for ours, reference in (
+        (lambda: mean_neighbours(x, graph), edge_sum(few, *small, len(used), row_scale=scale)),
+        (
+            lambda: attend(x.view(nodes, 2, 128), score, score, graph, 0.2).flatten(1),
+            edge_attention(few.view(-1, 2, 128), *[score[used].double()] * 2, 0.2, *small, len(used)).flatten(1),
+        ),
+    ):
+        out = ours()
+        cotangent = torch.randn(len(used), channels, device="cuda", dtype=torch.bfloat16)
+        spread = torch.zeros_like(out)
+        spread[used] = cotangent
+        (found,) = torch.autograd.grad(out, x, spread)
+        (expected,) = torch.autograd.grad(reference, few, cotangent.double())
+        for a, b in ((out[used], reference), (found[used], expected)):
+            assert (a.double() - b).norm() < 1e-2 * b.norm()
+        assert out.count_nonzero() == out[used].count_nonzero()
+        del out, spread, found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_in_an_outer_cuda_graph(name: str) -> None:
+    for kind in ("uniform", "hub"):
+        graph = big_graph(kind)
+        model = zoo.create(name).cuda()
+        x = torch.randn(MANY_NODES, model.config.in_channels, device="cuda")
+        prepared = model.prepare(graph)
+        with torch.no_grad():
+            zoo.compile_regions(model.eval())
+            step = zoo.cuda_graph(model, (x, prepared), static=(1,))
+            other = torch.randn_like(x)
+            found = step(other, prepared)
+            zoo.uncompile(model)
+            torch.testing.assert_close(found, model(other, prepared), rtol=1e-4, atol=1e-4)
+            assert torch.equal(step(other, prepared), found)
+
+
+@pytest.mark.gpu
+def test_attention_never_holds_a_row_of_features_an_edge() -> None:
+    graph = big_graph().tensors
+    heads, channels = 8, 32
+    table = torch.randn(MANY_NODES, heads * (channels + 2), device="cuda", requires_grad=True)
+    cotangent = torch.randn(MANY_NODES, heads * channels, device="cuda")
+
+    def peak(function: Callable[[], Any]) -> int:
+        function()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+
+    messages, nodes, scores = (4 * n * heads for n in (MANY_EDGES * channels, MANY_NODES * channels, MANY_EDGES))
+    assert peak(lambda: attention(table.detach(), None, heads, graph, 0.2)) < 1.5 * nodes
+    out = attention(table, None, heads, graph, 0.2)
+    backward = peak(lambda: torch.autograd.grad(out, table, cotangent, retain_graph=True))
+    assert backward < 3 * nodes + 2 * scores < messages / 2

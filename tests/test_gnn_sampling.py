@@ -83,7 +83,10 @@ def test_a_seed_gives_the_same_batches_with_any_number_of_threads():
         )
         return list(sampler.epoch(epoch))
 
+    before = torch.get_rng_state()
     first = all_of(0, 0, 0)
+    list(NeighborSampler(graph(), fanouts=(4, 3), batch_size=25, num_nodes=NODES).epoch(0))
+    assert torch.equal(torch.get_rng_state(), before)
     for workers in (1, 3):
         torch.testing.assert_close(all_of(0, 0, workers), first, rtol=0, atol=0)
     for other in (all_of(1, 0, 0), all_of(0, 1, 0)):
@@ -107,14 +110,6 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         list(sampler)
     with pytest.raises(ValueError, match=r"is none of the buckets"):
         sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
-
-
-def test_the_random_state_of_the_caller_is_left_alone():
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    list(NeighborSampler(graph(), fanouts=(4, 3), batch_size=25, num_nodes=NODES).epoch(0))
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_neighbours_are_drawn_with_equal_chance(device: str):
@@ -220,13 +215,11 @@ def test_after_the_declared_shapes_nothing_compiles(jk: str | None):
 
 
 NORMS: list[dict[str, Any]] = [
-    {"norm": "batch"},
-    {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
-    {"norm": "batch", "norm_kwargs": {"track_running_stats": False}, "jk": "cat"},
-    {"norm": "layer"},
+    {"norm": "batch"}, {"norm": "batch", "norm_kwargs": {"affine": False, "momentum": 0.3}, "act_first": True},
+    {"norm": "batch", "norm_kwargs": {"track_running_stats": False}, "jk": "cat"}, {"norm": "layer"},
     {"norm": "layer", "norm_kwargs": {"affine": False}, "jk": "last"},
     {"norm": "layer", "norm_kwargs": {"mode": "node"}},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -279,7 +272,7 @@ def test_norms_over_nodes_add_no_graph_and_train_in_a_captured_step(options: dic
     assert found[0][0][-1] < found[0][0][0]
 
 
-def test_labels_of_missing_seeds_are_ignored():
+def test_labels_of_missing_seeds_are_ignored_and_a_batch_moves_as_a_whole() -> None:
     sampler = NeighborSampler(graph(), fanouts=(2,), batch_size=150, num_nodes=NODES, shuffle=False)
     *_, last = sampler.epoch(0)
     labels = last.labels(torch.arange(NODES))
@@ -288,6 +281,10 @@ def test_labels_of_missing_seeds_are_ignored():
     several = last.labels(torch.arange(NODES)[:, None].expand(-1, 150))
     torch.testing.assert_close(several, labels[:, None].expand(-1, 150), rtol=0, atol=0)
     assert last.labels(torch.arange(NODES)[:, None]).shape == (150, 1)
+    sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, seeds=torch.tensor([5, 3]), num_nodes=NODES)
+    batch = sampler.batch(0, 0)
+    assert sampler.batch_size == len(batch.seeds) == 2
+    assert {each.source.device.type for each in batch.to("meta").graphs} == {"meta"}
 
 
 @pytest.mark.gpu
@@ -319,59 +316,3 @@ def test_threads_that_sample_take_no_cores_from_each_other():
             assert [torch.get_num_threads(), other.submit(torch.get_num_threads).result()] == [3, 3]
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_batch_moves_as_a_whole_and_has_no_more_seeds_than_there_are():
-    sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, seeds=torch.tensor([5, 3]), num_nodes=NODES)
-    batch = sampler.batch(0, 0)
-    assert sampler.batch_size == len(batch.seeds) == 2
-    assert {each.source.device.type for each in batch.to("meta").graphs} == {"meta"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
-        ({"fanouts": (5, 0)}, r"fanouts are \(5, 0\)"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"workers": -1}, "workers is -1"),
-        ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
-        ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
-        ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
-        ({"seeds": torch.tensor([3, 5, 5])}, r"a node is several times among the seeds.*seeds\.unique\(\)"),
-        ({"buckets": [Bucket(64, ((64, 64), (16, 64)))]}, r"may need Bucket\(nodes=200, .* none .*Bucket\(nodes=64"),
-        ({"seeds": torch.ones(NODES, dtype=torch.bool)}, r"seeds is torch.bool.*mask.nonzero\(\)"),
-        ({"seeds": torch.tensor([1.0])}, r"seeds is torch.float32, expected int64; use seeds.to\("),
-        ({"seeds": torch.tensor([1], dtype=torch.int32)}, "seeds is torch.int32"),
-        ({"seeds": [1, 2]}, r"seeds is a list, expected a dense tensor \[n\]"),
-        ({"seeds": torch.tensor([[1]])}, r"seeds has shape \[1, 1\], expected \[n\]"),
-        ({"fanouts": 4}, "fanouts are 4; one a hop"),
-        ({"fanouts": (4.0, 3)}, r"fanouts are \(4.0, 3\); one a hop, an integer"),
-        ({"batch_size": 16.0}, "batch_size is 16.0, expected a positive integer"),
-        ({"workers": None}, "workers is None, expected an integer of at least 0"),
-        ({"device": torch.float32}, "device is torch.float32"),
-        ({"seed": 1.5}, "seed is 1.5, expected an integer"),
-    ],
-)
-def test_what_is_out_of_range_or_of_another_kind_is_refused(options: dict[str, Any], message: str):
-    with pytest.raises((ValueError, TypeError), match=message):
-        NeighborSampler(graph(), **{"fanouts": (4, 3), "batch_size": 16, "num_nodes": NODES} | options)
-
-
-def test_graphs_of_a_batch_go_with_its_features_to_a_model_that_takes_them():
-    batch = next(NeighborSampler(graph(), fanouts=(3, 2), batch_size=8, num_nodes=NODES).epoch(0))
-    x, own = torch.randn(NODES + 1, 6), torch.randn(len(batch.nodes), 6)
-    for layers, graphs, words in (
-        (3, batch.graphs, "there are 2 graphs, but 3 layers; sample as many hops"),
-        (2, batch.graphs[::-1], "layer 0 is given"),
-        (2, batch.graphs[:1] * 2, "layer 1 is given"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            model(layers=layers)(own, graphs)
-    with pytest.raises(ValueError, match=r"layer 0 is given 201 rows, and its graph is .* pass x\[batch\.nodes\]"):
-        model()(x, batch.graphs)
-    with pytest.raises(TypeError, match=r"edge_index is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]"):
-        model()(x, batch)
-    gcn = zoo.create("gcn-debug", in_channels=6, num_layers=2, normalize=False, add_self_loops=False)
-    with pytest.raises(ValueError, match="graphs of a sampled batch are for GraphSAGE"):
-        gcn(x[batch.nodes], batch.graphs)

@@ -23,12 +23,12 @@ from triton.compiler import ASTSource
 
 from benchmarks.compiler import _forget
 from tests import (
-    test_bert_kernels,
-    test_gnn_kernels,
-    test_llm_kernels,
+    test_bert_model,
+    test_gnn_model,
+    test_llm_model,
     test_resnet_model,
-    test_training_losses,
-    test_unet_kernels,
+    test_training_operators,
+    test_unet_model,
 )
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.engine import kernel as kernel_module
@@ -143,19 +143,6 @@ def test_a_bound_launch_describes_tiles_anew(gpu: Gpu, monkeypatch: pytest.Monke
         assert ([*first.shape], [*first.strides], first.block_shape) == ([*x.shape], [*x.stride()], [1, 32])
 
 
-def test_a_launch_is_not_kept_where_somebody_watches_launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, options = launches()[0]
-    bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)
-    for _ in range(2):
-        launch()
-        bound(*arguments[:3])
-    watched: list[str] = []
-    monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
-    launch()
-    bound(*arguments[:3])
-    assert watched == ["launch"] * 2
-
-
 def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     class OnTheSecond(torch.Tensor):
         def get_device(self) -> int:
@@ -178,16 +165,26 @@ def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytes
     assert launched_on == [0, 1, 0, 1] and current == [0]
 
 
-def test_launches_that_were_kept_end_with_tritons_cache(gpu: Gpu) -> None:
+def test_launches_that_were_kept_end_with_tritons_cache_and_none_is_kept_where_somebody_watches(gpu, monkeypatch):
     for _ in range(2):
         launch()
     gc.unfreeze()  # what conftest.py froze is not listed
     _forget()
     launch()
     assert gpu.compiled == ["_scaled"] * 2
+    arguments, options = launches()[0]
+    bound = _scaled.bound((2,), [None, None, None, *arguments[3:]], [0, 1, 2], options)
+    for _ in range(2):
+        launch()
+        bound(*arguments[:3])
+    watched: list[str] = []
+    monkeypatch.setattr(_scaled, "pre_run_hooks", [lambda *_, **__: watched.append("launch")])
+    launch()
+    bound(*arguments[:3])
+    assert watched == ["launch"] * 2
 
 
-def test_kernels_are_compiled_together(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gpu, monkeypatch):
     given = launches()
     described = [[each.dtype if isinstance(each, Tensor) else each for each in arguments] for arguments, _ in given]
     aligned = [index for index in range(len(given)) if index != 3]  # the fourth has a tensor that is not
@@ -197,31 +194,21 @@ def test_kernels_are_compiled_together(gpu: Gpu, monkeypatch: pytest.MonkeyPatch
     for index in aligned:
         launch(index)
     assert len(gpu.compiled) == compiled, "a launch compiled its kernel again"
-
-
-def test_a_kernel_that_does_not_compile_beside_others_is_named(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_scaled, "warmup", lambda *_, **__: 1 / 0)
     with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
         compile_together([(_scaled, [torch.float32], {})])
 
 
-# --- kernels of the families ---
-
-
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     of_families = {
-        "bert": test_bert_kernels.calls(),
-        "gnn": test_gnn_kernels.calls(),
-        "llm": test_llm_kernels.calls(),
-        "resnet": test_resnet_model.calls(),
-        "training": test_training_losses.calls(),
-        "unet": test_unet_kernels.calls(),
-    }
+        "bert": test_bert_model.calls(), "gnn": test_gnn_model.calls(), "llm": test_llm_model.calls(),
+        "resnet": test_resnet_model.calls(), "training": test_training_operators.calls(),
+        "unet": test_unet_model.calls(),
+    }  # fmt: skip
     return {f"{family}: {name}": call for family, each in of_families.items() for name, call in each.items()}
 
 
 def run(operator: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Tensor | None]:
-    """What an operator returns, and the gradients of its arguments."""
     out = operator(*arguments)
     returned = [each for each in (out if isinstance(out, tuple) else (out,)) if each is not None]
     learning = [each for each in returned if each.requires_grad]
@@ -277,9 +264,6 @@ def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
     for source, options in gpu.sources.values():
         lower(source, options)
-
-
-# --- from one cache of Triton's to another ---
 
 
 @kernel

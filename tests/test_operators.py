@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
     operators._triton_is_known_to_know.cache_clear()
 
 
-def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
+def test_a_gpu_is_asked_once_what_it_is_and_modes_see_no_kernels(asked: list[torch.device]) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     for _ in range(3):
         assert operators.triton_runs_on(first) and not operators.triton_runs_on(second)
@@ -48,6 +48,11 @@ def test_a_gpu_is_asked_once_what_it_is(asked: list[torch.device]) -> None:
     for _ in range(2):  # whichever is current
         assert operators.triton_runs_on(torch.device("cuda"))
     assert len(asked) == 4
+    with FakeTensorMode() as mode:
+        x = torch.empty(2, device="cuda")
+    assert operators.kernels_run(x)
+    with mode:
+        assert not operators.kernels_run(x)
 
 
 @pytest.mark.slow
@@ -84,14 +89,6 @@ class Double(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * 2 * ctx.saved_tensors[0].sign() ** 2
-
-
-def test_modes_see_operators_and_no_kernels(asked: list[torch.device]) -> None:
-    with FakeTensorMode() as mode:
-        x = torch.empty(2, device="cuda")
-    assert operators.kernels_run(x)
-    with mode:
-        assert not operators.kernels_run(x)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -153,8 +150,6 @@ def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_chain_of_operators_compiles_in_no_time() -> None:
     """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from zoo.ops.images import operator
-
     like = "zoo_test_compat", "(Tensor x, Tensor y) -> Tensor", lambda x, y: torch.empty_like(x)
 
     @operator(*like)
@@ -171,11 +166,6 @@ def test_a_chain_of_operators_compiles_in_no_time() -> None:
         return last(x, x + 1)
 
     assert torch.equal(torch.compile(chain, backend="inductor")(torch.zeros(2)), -torch.ones(2))
-
-
-def test_sums_keep_the_precision_of_doubles() -> None:
-    x = torch.randn(5, 7, 3, dtype=torch.float64)
-    torch.testing.assert_close(column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -196,9 +186,13 @@ def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: boo
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         # Never rounded to the low dtype.
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    vector, row = torch.randn(8).bfloat16().requires_grad_(), grad[0, 0]  # a single row
+    found = torch.autograd.grad(low_linear(vector, weight, bias), [vector, *given[1:]], row)
+    assert found[0].shape == vector.shape
+    torch.testing.assert_close(found[1:], (torch.outer(row.float(), vector.float()), row.float())[: len(found) - 1])
 
 
-def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
+def test_gradients_of_a_low_product_and_what_it_is_added_to_and_sums_of_doubles() -> None:
     added, x = torch.randn(5, 6).bfloat16().requires_grad_(), torch.randn(5, 8).bfloat16().requires_grad_()
     weight, grad = torch.randn(6, 8).requires_grad_(), torch.randn(5, 6).bfloat16()
     out = low_add_linear(added, x, weight)
@@ -207,14 +201,8 @@ def test_gradients_of_a_low_product_and_what_it_is_added_to() -> None:
     assert found[0].data_ptr() == grad.data_ptr()
     torch.testing.assert_close(found[1].double(), grad.double() @ weight.bfloat16().double(), rtol=8e-3, atol=8e-3)
     torch.testing.assert_close(found[2].double(), grad.double().t() @ x.double(), rtol=1e-5, atol=1e-5)
-
-
-def test_what_does_not_learn_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("weight_gradient", "column_sums"):
-        monkeypatch.setattr(transformer, name, lambda *_: pytest.fail("nobody asked"))
-    x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
-    (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
-    assert x.grad is not None
+    x = torch.randn(5, 7, 3, dtype=torch.float64)
+    torch.testing.assert_close(column_sums(x, torch.float64), x.sum((0, 1)), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("learns", ["x", "weight", "both"])
@@ -230,16 +218,7 @@ def test_a_product_holds_what_a_gradient_needs_and_no_more(learns: str) -> None:
     assert held == 2 * needed
 
 
-def test_a_low_product_of_a_single_row_may_be_a_vector() -> None:
-    x = torch.randn(8).bfloat16().requires_grad_()
-    weight, bias = torch.randn(6, 8).requires_grad_(), torch.randn(6).requires_grad_()
-    grad = torch.randn(6).bfloat16()
-    found = torch.autograd.grad(low_linear(x, weight, bias), [x, weight, bias], grad)
-    assert found[0].shape == x.shape
-    torch.testing.assert_close(found[1:], (torch.outer(grad.float(), x.float()), grad.float()))
-
-
-def test_only_what_autocast_would_convert_is_taken_low() -> None:
+def test_only_what_autocast_would_convert_is_taken_low_and_what_does_not_learn_costs_nothing(monkeypatch):
     x, weight, bias = torch.randn(5, 8).bfloat16(), torch.randn(6, 8), torch.randn(6)
     assert not takes_low(x, weight, bias), "no autocast"
     with torch.autocast("cpu", torch.bfloat16):
@@ -247,6 +226,11 @@ def test_only_what_autocast_would_convert_is_taken_low() -> None:
         assert not takes_low(x.float(), weight, bias) and not takes_low(x.half(), weight, bias)
         assert not takes_low(x, weight.bfloat16(), bias) and not takes_low(x, weight, bias.bfloat16())
         assert not torch.func.vmap(lambda x: torch.tensor(takes_low(x, weight, bias)))(x).any(), "a transform"
+    for name in ("weight_gradient", "column_sums"):
+        monkeypatch.setattr(transformer, name, lambda *_: pytest.fail("nobody asked"))
+    x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)
+    (low_linear(x, weight, bias) + low_add_linear(x, x, weight)).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -1,21 +1,41 @@
-"""What can be compiled, and what stands in its way."""
+"""What can be compiled, what stands in its way, and what it costs: also of models that the zoo did not write."""
 
+import enum
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, StoringBlock, declared
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from diffusers import FirstBlockCacheConfig
 from torch import Tensor, nn
 
 import zoo
+from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
+from tests.blocks import (
+    Block,
+    Child,
+    Dropping,
+    IndexedBlock,
+    Sequence,
+    Stack,
+    StoringBlock,
+    Wired,
+    declared,
+    graphs_of,
+    nested,
+)
 from zoo import Region
 from zoo.engine.signature import mode
 
 
-def test_declared_regions_are_grouped_by_signature() -> None:
+def test_regions_are_grouped_by_signature_and_given_and_left_out_by_class_and_by_path() -> None:
     report = zoo.find_regions(Stack(depth=3))
     (found,) = report.regions
     assert report.declared and found.name == "Block"
@@ -26,50 +46,6 @@ def test_declared_regions_are_grouped_by_signature() -> None:
     assert "Block: 4 module(s), 2 graph(s), budget 2" in text
     assert "2 x blocks.0, blocks.1" in text and "2 x blocks.2, blocks.3" in text
     assert "differs: parameters: linear.weight (4, 4)" in text
-
-
-def stack_of_sequences() -> nn.Module:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Sequence(Block(4)), Sequence(Block(4))])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[1](self.blocks[0](x))
-
-    return Outer()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        *((lambda each=each: zoo.find_regions(Stack(), [each]), TypeError, "nn.Module class") for each in (3, int)),
-        (lambda: zoo.find_regions(Stack(), [Block(2)]), TypeError, "nn.Module class"),
-        (lambda: zoo.find_regions(Stack(), Block), TypeError, r"regions=\[\.\.\.\]"),
-        (lambda: Region(Block, graphs=0), ValueError, "graphs is 0"),
-        (
-            lambda: zoo.find_regions(Sequence(Child(4)), [Block]),
-            ValueError, r"Block matches no module of Sequence; its subclasses \['Child'\]",
-        ),
-        (
-            lambda: zoo.find_regions(stack_of_sequences(), [Sequence, Block]),
-            ValueError, r"Block \(blocks\.0\.blocks\.0\) is nested in region Sequence",
-        ),
-        (
-            lambda: zoo.find_regions(Stack(), ["Block"]),
-            ValueError, r"regions names 'Block', but Stack has no such module; a path reads as",
-        ),
-        (lambda: zoo.find_regions(Stack(), exclude=["blocks.7"]), ValueError, r"'blocks\.7'"),
-        (lambda: zoo.find_regions(Stack(), exclude="blocks.1"), TypeError, "exclude is .*a list of classes and paths"),
-        (lambda: zoo.find_regions(Stack(), exclude=Block), TypeError, "exclude is .*a list of classes and paths"),
-    ],
-)  # fmt: skip
-def test_what_names_no_region_is_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        call()
-
-
-def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
     model = Sequence(Block(4), Block(4), Block(4))
     assert zoo.find_regions(model, exclude=["blocks.1"]).regions[0].modules == ("blocks.0", "blocks.2")
     assert not zoo.find_regions(model, exclude=[Block]).regions
@@ -83,15 +59,7 @@ def test_regions_are_given_and_left_out_by_class_and_by_path() -> None:
     assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
 
 
-def test_discovery_takes_the_outermost_repeated_class() -> None:
-    assert [found.name for found in zoo.find_regions(stack_of_sequences()).regions] == ["Sequence"]
-
-
-def test_discovery_passes_over_copies_that_share_nothing() -> None:
-    assert not zoo.find_regions(Sequence(Block(2), Block(4), Block(8))).regions
-
-
-def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() -> None:
+def test_an_index_that_is_read_and_an_inherited_forward_are_obstacles_and_an_index_that_is_stored_is_not() -> None:
     blocks = [IndexedBlock(4, i) for i in range(5)]
     read = zoo.find_regions(declared(Region(IndexedBlock))(*blocks))
     assert read.graphs_needed == 5
@@ -101,14 +69,14 @@ def test_an_index_that_is_read_is_an_obstacle_and_one_that_is_stored_is_not() ->
     assert symbol.graphs_needed == 1 and not symbol.obstacles
     stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
     assert stored.graphs_needed == 1 and not stored.obstacles
-
-
-def test_an_inherited_forward_is_an_obstacle() -> None:
     (obstacle,) = zoo.find_regions(Sequence(Child(4), Child(4)), [Child]).obstacles
     assert "inherits forward from Block" in str(obstacle)
+    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
+    report = zoo.find_regions(model, [IndexedBlock])
+    assert report.graphs_needed == 2 and report.obstacles == ()
 
 
-def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
+def test_inputs_tell_layers_apart_and_find_a_bypass_and_a_report_says_so() -> None:
     class Bypass(Sequence):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[0](x)
@@ -120,27 +88,13 @@ def test_inputs_tell_layers_apart_and_find_a_bypass() -> None:
     assert zoo.find_regions(model, args=(x,)) == report
     assert report.regions[0].signatures == (("blocks.0", "blocks.2"), ("blocks.1",))
     assert "blocks.2 was not called as a module" in str(report.obstacles[0])
-
-
-@pytest.mark.parametrize("call", [zoo.find_regions, zoo.compile_regions])
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"args": torch.ones(2, 4)}, r"args is a Tensor, expected a tuple of arguments: \(x,\)"),
-        ({"args": {"x": 1}}, r"args is a dict, .* or kwargs=\{'x': x\}"),
-        ({"kwargs": (1,)}, "kwargs is a tuple, expected a dict of arguments by name"),
-        ({"inputs": 3}, "args is a int, expected a tuple"),
-        ({"args": (1,), "inputs": (1,)}, "leave inputs= out"),
-    ],
-)
-def test_arguments_in_another_form_are_refused(call: Callable[..., Any], given: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        call(Stack(), **given)
+    model, x = Refining().eval(), torch.randn(2, 8)
+    said = "give zoo.compile_regions the same args= and kwargs="
+    assert said not in str(zoo.find_regions(model)) and said in str(zoo.find_regions(model, args=(x,)))
+    assert said not in str(zoo.find_regions(model, [Core], args=(x,)))
 
 
 class Doubling(Sequence):
-    """Its second block needs a graph of its own, which only a call shows."""
-
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks[1](self.blocks[0](x).repeat(2, 1))
 
@@ -202,18 +156,9 @@ def test_parameters_without_a_shape_are_refused_until_they_have_one(regions: lis
     assert zoo.find_regions(model, regions).graphs_needed == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_module_is_torchs() -> None:
-    model = nn.ModuleList([Stack(), torch.jit.script(nn.Linear(4, 4)), torch.jit.script(nn.Linear(4, 4))])
-    assert [found.name for found in zoo.find_regions(model).regions] == ["Block"]
-
-
-class Counting(nn.Module):
-    """Replaces a buffer, and makes one."""
-
+class Counting(Wired):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.register_buffer("seen", torch.zeros(1))
         self.register_buffer("last", None)
 
@@ -245,24 +190,34 @@ class Mlp(nn.Module):
         return self.layers(x).relu()
 
 
-class Tower(nn.Module):
+class Tower(Sequence):
     """A stack: its copies are no regions, its blocks are."""
 
     def __init__(self, depth: int) -> None:
-        super().__init__()
+        super().__init__(*(Mlp() for _ in range(depth)))
         self.stem = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(self.stem(x))
 
 
-def test_equal_towers_are_cut_into_their_blocks() -> None:
-    (found,) = zoo.find_regions(Sequence(Tower(6), Tower(6))).regions
-    assert found.name == "Mlp" and len(found.modules) == 12 and found.graphs_needed == 1
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        pytest.param(nested, {"Sequence": 2}, id="the outermost class"),
+        pytest.param(lambda: Sequence(Block(2), Block(4), Block(8)), {}, id="copies that share nothing"),
+        pytest.param(lambda: Sequence(Tower(6), Tower(6)), {"Mlp": 12}, id="the blocks of equal towers"),
+        pytest.param(
+            lambda: nn.ModuleList([Stack(), *(torch.jit.script(nn.Linear(4, 4)) for _ in range(2))]), {"Block": 3},
+            id="no scripted module",
+        ),
+    ],
+)  # fmt: skip
+def test_discovery_takes(make: Callable[[], nn.Module], found: dict[str, int]) -> None:
+    regions = zoo.find_regions(make()).regions
+    assert {each.name: len(each.modules) for each in regions} == found
+    assert all(each.graphs_needed == 1 for each in regions)
 
 
 class Wrapper(nn.Module):
@@ -277,7 +232,7 @@ class Wrapper(nn.Module):
         return self.outer(self.inner(x))
 
 
-def test_a_class_is_a_region_where_it_stands_alone_as_well() -> None:
+def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multiply_is_none() -> None:
     model = Sequence(*(Block(4) for _ in range(10)), Wrapper(), Wrapper())
     report = zoo.find_regions(model)
     (block,) = [found for found in report.regions if found.name == "Block"]
@@ -287,8 +242,6 @@ def test_a_class_is_a_region_where_it_stands_alone_as_well() -> None:
     zoo.compile_regions(model, backend="eager")
     torch.testing.assert_close(model(x), expected)
 
-
-def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -304,7 +257,237 @@ def test_one_layer_with_nothing_to_multiply_is_no_region() -> None:
     assert not report.regions and "what repeats in it (Block) is too little" in str(report)
 
 
-def test_layers_that_share_a_number_are_no_graph_a_layer() -> None:
-    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
-    report = zoo.find_regions(model, [IndexedBlock])
-    assert report.graphs_needed == 2 and report.obstacles == ()
+# Regions of each model, and the graphs of each.
+REGIONS = {
+    "transformers Bert": {"BertLayer": 1},
+    "transformers Llama": {"LlamaDecoderLayer": 1},
+    "torchvision resnet50": {"Bottleneck": 8},
+    "diffusers UNet2DConditionModel": {"ResnetBlock2D": 8, "Transformer2DModel": 2},
+}
+
+
+def foreign(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A small model in eval, and inputs of it."""
+    found = MODELS[name]
+    return found.make().eval(), found.inputs(found.sizes[0])
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_graphs_are_as_many_as_were_predicted_and_outputs_are_the_same(name: str) -> None:
+    model, inputs = foreign(name)
+    with torch.no_grad():
+        expected = first_tensor(model(**inputs))
+        for report in (zoo.find_regions(model), zoo.find_regions(model, kwargs=inputs)):
+            assert {found.name: found.graphs_needed for found in report.regions} == REGIONS[name], str(report)
+            assert not report.declared and not report.obstacles, str(report)
+        zoo.compile_regions(model, backend="eager")
+        torch.testing.assert_close(first_tensor(model(**inputs)), expected)
+        assert sum(graphs_of(model).values()) == report.graphs_needed
+
+
+class Holding(Wired):
+    def __init__(self, held: Any = None) -> None:
+        super().__init__()
+        self.held = held(self) if callable(held) else held
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        if callable(self.held):
+            return self.held(x)
+        return x * (self.held["scale"] if isinstance(self.held, dict) else self.held.scale)
+
+
+def scaling(scale: float) -> Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]:
+    return lambda _: lambda x: x * scale
+
+
+class Computing(Block):
+    """Computes something from its index."""
+
+    def __init__(self, index: int, compute: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        super().__init__(4)
+        self.index = index
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(super().forward(x), self.index)
+
+
+def computing(compute: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[int], nn.Module]:
+    return lambda index: Computing(index, compute)
+
+
+# A block by its index, the prediction for four of them, and the graphs that they need.
+PREDICTIONS: dict[str, tuple[Callable[[int], nn.Module], str, int]] = {
+    "lambdas": (lambda _: Holding(scaling(2.0)), "1", 1),
+    "lambdas that close over a value of their own": (lambda index: Holding(scaling(float(index))), "4", 4),
+    "bound methods": (lambda _: Holding(lambda block: block.double), "1", 1),
+    "dicts": (lambda _: Holding({"scale": 2.0}), "1", 1),
+    "dicts that differ": (lambda index: Holding({"scale": float(index)}), "at least 1", 4),
+    "objects": (lambda _: Holding(SimpleNamespace(scale=2.0)), "1", 1),
+    "objects that differ": (lambda index: Holding(SimpleNamespace(scale=float(index))), "at least 1", 4),
+    "partial functions": (lambda _: Holding(lambda _: partial(torch.mul, other=2.0)), "1", 1),
+    "ints": (computing(lambda x, index: x * index + index // 2), "1", 1),
+    "a rate": (computing(lambda x, index: nn.functional.dropout(x, index / 10)), "at least 1", 4),
+    "a scale": (computing(lambda x, index: x * (0.5 * index)), "at least 1", 1),
+    "a branch": (computing(lambda x, index: x.neg() if index < 2 else x), "at least 1", 2),
+    "floats of numpy": (lambda index: IndexedBlock(4, np.float64(index)), "at least 1", 1),
+    "integers of numpy": (lambda index: IndexedBlock(4, np.int64(index)), "1", 1),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(name: str) -> None:
+    make, said, needed = PREDICTIONS[name]
+    model, x = Sequence(*map(make, range(4))).eval(), torch.randn(2, 4)
+    regions = [type(model.blocks[0])]
+    # What a block computes by its index only a call shows.
+    with torch.no_grad():
+        for given in (None, {"x": x}) if regions == [Holding] else ({"x": x},):
+            assert zoo.find_regions(model, regions, kwargs=given).graphs == said
+        zoo.compile_regions(model, regions=regions, backend="eager")
+        model(x)
+    assert sum(graphs_of(model).values()) == needed
+
+
+def test_predictions_in_training_know_what_requires_a_gradient() -> None:
+    model, x = Sequence(*(Block(4) for _ in range(4))), torch.randn(2, 4)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    report = zoo.find_regions(model, [Block], kwargs={"x": x})
+    zoo.compile_regions(model, regions=[Block], backend="eager")
+    model(x).sum().backward()
+    # Frozen blocks, the first that is trained, and those whose input requires a gradient.
+    assert report.graphs_needed == sum(graphs_of(model).values()) == 3
+
+
+class Place(enum.IntEnum):
+    FIRST = 1
+    SECOND = 2
+
+
+def test_a_block_with_a_hook_is_compiled_apart() -> None:
+    model, x = nn.Sequential(*(Core() for _ in range(4))).eval(), torch.randn(2, 8)
+    model[2].register_forward_hook(lambda module, given, out: out * 1.5)
+    assert zoo.find_regions(model).graphs == "2"
+    expected = model(x)
+    zoo.compile_regions(model, backend="eager")
+    with torch.no_grad(), zoo.enforce_budget(model):
+        torch.testing.assert_close(model(x), expected)
+
+
+class Refining(Sequence):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.core = Core()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for _ in range(5):
+            x = self.core(x)
+        return x
+
+
+class Core(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when_a_call_shows_it() -> None:
+    model, x = Sequence(*(IndexedBlock(4, place) for place in Place)), torch.randn(2, 4)
+    zoo.compile_regions(model, backend="eager")
+    with (
+        torch.no_grad(),
+        pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for .* where one would do: .*index"),
+    ):
+        model(x)
+    zoo.uncompile(model)
+    (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles
+    assert "forward reads index" in str(obstacle) and "Place.SECOND" in str(obstacle)
+    with pytest.warns(zoo.RegionWarning, match="forward reads index, which differs in every layer"):
+        zoo.compile_regions(model, kwargs={"x": x}, backend="eager")
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(*(Block(4) for _ in range(2))) for _ in range(2))
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.decoder(z)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(x))
+
+
+def test_budgets_hold_for_any_entry_point() -> None:
+    model = zoo.compile_regions(Coder().eval(), backend="eager", dynamic=False)
+    with torch.no_grad(), zoo.enforce_budget(model):
+        for batch in (2, 3, 4):
+            model.decode(torch.randn(batch, 4))
+    with torch.no_grad(), pytest.raises(zoo.BudgetError, match="decoder"), zoo.enforce_budget(model):
+        model.encoder(torch.randn(2, 4))
+        model.decoder[0].forward(model.decoder[1](torch.randn(2, 4)))
+
+
+def offloaded(model: Any) -> None:
+    add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True))
+
+
+def cast_by_layer(model: Any) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+
+
+def cached(model: Any) -> None:
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+
+
+@pytest.mark.parametrize(("hook", "hooked"), [(offloaded, 1), (cast_by_layer, 2), (cached, 2)])
+def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None], hooked: int) -> None:
+    model, _ = foreign("diffusers FluxTransformer2DModel")
+    assert not zoo.find_regions(model).obstacles
+    hook(model)
+    found = zoo.find_regions(model).obstacles
+    assert len(found) == hooked and all(
+        "have hooks of accelerate or diffusers" in obstacle.message for obstacle in found
+    )
+
+
+PAGE = rows_of((Path(__file__).resolve().parents[1] / "docs/conformance.md").read_text(encoding="utf-8"))
+MEASURED = [
+    "transformers Albert", "transformers ModernBert", "transformers OPT", "transformers Llama, static cache",
+    "transformers Wav2Vec2", "transformers CLIP", "diffusers UNet2DConditionModel", "diffusers AutoencoderKL",
+    "diffusers FluxTransformer2DModel", "torchvision VisionTransformer", "torchvision SwinTransformer",
+    "torch_geometric GIN",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_loss_on_the_page_has_its_reason_and_each_reason_a_loss(name: str) -> None:
+    assert PAGE[name].split(" | ")[-1] == f"{MODELS[name].why} |"
+    assert bool(losses(PAGE[name])) == bool(MODELS[name].why), losses(PAGE[name])
+
+
+def graphs(line: str) -> list[str]:
+    """Regions, their share, predictions and our graphs; operations differ from release to release."""
+    cells = line.split(" | ")
+    return [*cells[:4], *(re.sub(r" \(.*", "", cell) for cell in cells[4:8])]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_page_is_what_is_counted(name: str) -> None:
+    assert graphs(row(name, [OURS])) == graphs(PAGE[name])

@@ -1,49 +1,40 @@
-"""Models by name, weights from where people keep them, conversions."""
+"""Models by name, weights from where people keep them, a WeightMap's table, and what every conversion keeps."""
 
+import errno
+import importlib
 import itertools
 import json
 import math
 import os
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import safetensors.torch
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 from torch import nn
 
 import zoo
 from zoo.registry import families
+from zoo.weights import Placement, WeightMap
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
 
 
-def test_every_family_has_a_debug_preset() -> None:
+def test_every_family_has_a_debug_preset_which_takes_overrides_a_dtype_and_a_device() -> None:
     for family in families():
         assert any(name.endswith("-debug") for name in family.presets), family.name
         assert zoo.list_models(family.name) == list(family.presets)
     assert set(zoo.list_models()) == {name for family in families() for name in family.presets}
-
-
-def test_unknown_names_get_a_suggestion() -> None:
-    with pytest.raises(ValueError, match="did you mean 'gnn'"):
-        zoo.list_models("gn")
-    with pytest.raises(ValueError, match="did you mean 'gcn-debug'"):
-        zoo.create("gcn-debg")
-    with pytest.raises(ValueError, match="no option 'hiden_channels', did you mean 'hidden_channels'"):
-        zoo.create("gcn-debug", hiden_channels=3)
-
-
-def test_overrides_dtype_and_device() -> None:
     model = zoo.create("gcn-debug", hidden_channels=24, dtype=torch.bfloat16, device="meta")
     assert model.config.hidden_channels == 24 and not model.training
     assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.bfloat16, "meta")}
     assert torch.get_default_dtype() is torch.float32
-    with pytest.raises(ValueError, match="floating-point"):
-        zoo.create("gcn-debug", dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"dtype is 'float16', but parameters need a floating-point torch\.dtype"):
-        zoo.create("gcn-debug", dtype="float16")
 
 
 @pytest.mark.parametrize("loaded", [False, True], ids=["random", "loaded"])
@@ -102,18 +93,22 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("no")
     with pytest.raises(ValueError, match=r"unknown kind of weights '\.txt'"):
         zoo.create("gcn-debug", weights=tmp_path / "x.txt")
+    # One key in two shards.
+    names = list(state)
+    save_file(state, tmp_path / "a.safetensors")
+    save_file({names[-1]: state[names[-1]] + 1}, tmp_path / "b.safetensors")
+    index = {"weight_map": dict.fromkeys(names[:-1], "a.safetensors") | {names[-1]: "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"two shards hold {names[-1]}"):
+        zoo.create("gcn-debug", weights=tmp_path)
 
 
 @pytest.mark.parametrize("name", DEBUG)
-def test_upstream_keys_are_told_from_own_ones_though_some_are_the_same(tmp_path: Path, name: str) -> None:
+def test_upstream_keys_are_told_from_own_ones_and_one_too_few_or_too_many_is_named_alone(tmp_path, name):
     source = zoo.create(name)
     torch.save(zoo.to_upstream(source).state_dict(), tmp_path / "weights.pt")
     loaded = zoo.create(name, weights=tmp_path / "weights.pt")
     torch.testing.assert_close(loaded.state_dict(), source.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", DEBUG)
-def test_one_key_too_few_or_too_many_is_named_alone(tmp_path: Path, name: str) -> None:
     state = zoo.create(name).state_dict()
     gone = list(state)[len(state) // 2]
     for broken, words in [
@@ -141,9 +136,15 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, name: str, value:
     with pytest.warns(zoo.WeightsWarning, match=f"{type(theirs).__name__}: {message}") as caught:
         zoo.from_upstream(theirs)
     assert [warning.filename for warning in caught] == [__file__]
+    package = importlib.import_module(".".join(type(source).__module__.split(".")[:2]))
+    if hasattr(package, "save"):
+        package.save(source, tmp_path / "folder")
+        with pytest.warns(zoo.WeightsWarning, match=message) as caught:
+            package.load(tmp_path / "folder")
+        assert [warning.filename for warning in caught] == [__file__]
 
 
-def test_weights_that_a_smaller_dtype_cannot_hold_are_named(tmp_path: Path) -> None:
+def test_weights_that_a_smaller_dtype_cannot_hold_or_that_hold_code_are_named(tmp_path: Path) -> None:
     source = zoo.create("gcn-debug")
     with torch.no_grad():
         source.layers[0].conv.bias.fill_(1e5)
@@ -151,14 +152,6 @@ def test_weights_that_a_smaller_dtype_cannot_hold_are_named(tmp_path: Path) -> N
     zoo.create("gcn-debug", weights=tmp_path / "weights.pt")
     with pytest.warns(zoo.WeightsWarning, match="NaN or infinite values: layers.0.conv.bias;"):
         zoo.create("gcn-debug", weights=tmp_path / "weights.pt", dtype=torch.float16)
-
-
-class Payload:
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("/tmp/should-not-exist-from-weights",)
-
-
-def test_weights_that_hold_code_are_refused(tmp_path: Path) -> None:
     for new_format in (True, False):
         torch.save({"a": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
         with pytest.raises(ValueError, match=r"evil\.pt refers to posix\.mkdir; .* as \.safetensors"):
@@ -169,31 +162,206 @@ def test_weights_that_hold_code_are_refused(tmp_path: Path) -> None:
         zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
 
 
-def test_two_shards_with_one_key_are_refused(tmp_path: Path) -> None:
-    state = zoo.create("gcn-debug").state_dict()
-    names = list(state)
-    save_file(state, tmp_path / "a.safetensors")
-    save_file({names[-1]: state[names[-1]] + 1}, tmp_path / "b.safetensors")
-    index = {"weight_map": dict.fromkeys(names[:-1], "a.safetensors") | {names[-1]: "b.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"two shards hold {names[-1]}"):
-        zoo.create("gcn-debug", weights=tmp_path)
+class Payload:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("/tmp/should-not-exist-from-weights",)
 
 
-def test_foreign_modules_are_refused_by_name() -> None:
-    import transformers
+class Theirs(nn.Module):
+    """Two layers of three products, of which ours makes one, and an output tied to the input."""
 
-    llama = transformers.LlamaConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
-    for refused in (nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)):
-        name = type(refused).__name__
-        with pytest.raises(TypeError, match=rf"{name} is (no model of|not one of).*compile_regions"):
-            zoo.from_upstream(refused)
-    with pytest.raises(TypeError, match="zoo.from_upstream"):
-        zoo.to_upstream(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="not a model of the zoo"):
-        zoo.example_inputs(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="module is a str, expected a model"):
-        zoo.from_upstream("gcn")
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.block = nn.ModuleList(
+            nn.ModuleDict(
+                {"q": nn.Linear(width, width), "kv": nn.Linear(width, 2 * width), "norm": nn.LayerNorm(width)}
+            )
+            for _ in range(2)
+        )
+        self.out = nn.Linear(width, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+
+class Ours(nn.Module):
+    def __init__(self, config: int) -> None:
+        super().__init__()
+        self.config = config
+        self.words = nn.Embedding(5, config)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(config, 3 * config), "norm": nn.LayerNorm(config)}) for _ in range(2)
+        )
+
+
+TABLE: Any = {
+    "embed": "words",
+    "block.{}.q": Placement("layers.{}.qkv", 0, 4),
+    "block.{}.kv": Placement("layers.{}.qkv", 4, 8),
+    "block.{}.norm": "layers.{}.norm",
+    "out.weight": Placement("words.weight", repeated=True),
+    "adapters.{}": "adapters.{}",  # of another config
+}
+
+
+def skeleton(width: int) -> Theirs:
+    with torch.device("meta"):
+        return Theirs(width)
+
+
+def map_of(table: Any = TABLE) -> WeightMap[Any]:
+    return WeightMap(
+        name="tiny", noun="a tiny model", classes=(Ours,), table=lambda config: table, config_of=lambda module: 4,
+        skeleton=skeleton,
+        adapt=lambda tensors, config, source: {k: tensors[k] for k in tensors if not k.endswith(".old")},
+    )  # fmt: skip
+
+
+def test_a_table_converts_both_ways() -> None:
+    theirs: Any = Theirs()
+    weights = map_of()
+    theirs.block[1].requires_grad_(False)
+    ours = weights.from_upstream(theirs.eval())
+    assert torch.equal(ours.layers[1]["qkv"].weight[:4], theirs.block[1]["q"].weight) and not ours.training
+    back: Any = weights.to_upstream(ours)
+    torch.testing.assert_close(back.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    assert back.out.weight is back.embed.weight and not back.block[1]["kv"].bias.requires_grad
+    assert weights.upstream_tensors(ours).keys() == theirs.state_dict().keys() - {"out.weight"}
+    theirs.block[0]["q"].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad is True, but what shares layers.0.qkv.weight with it differs"):
+        weights.from_upstream(theirs)
+
+
+def test_tensors_are_strict_but_for_what_is_adapted() -> None:
+    state, weights = dict(Theirs().state_dict()), map_of()
+    del state["out.weight"]
+    converted = weights.convert_state_dict({**state, "block.0.old": torch.ones(1)}, 4)
+    assert torch.equal(converted["layers.0.qkv.bias"][4:], state["block.0.kv.bias"])
+    for changes, words in (
+        ({"block.1.q.bias": None}, r"missing tensors \['block.1.q.bias'\], unexpected tensors \[\]"),
+        ({"extra": torch.ones(1)}, r"unexpected tensors \['extra'\]"),
+        ({"block.0.kv.weight": torch.ones(4, 4)}, r"block.0.kv.weight has shape \(4, 4\), expected \(8, 4\)"),
+        ({"out.weight": torch.ones(5, 4)}, "out.weight differs from words.weight"),
+        ({"block.0.q.bias": torch.ones(4).int()}, "block.0.q.bias is torch.int32, expected floating-point numbers"),
+        (
+            {"block.0.q.bias": torch.ones(4).half()},
+            "kv.bias is torch.float32, but layers.0.qkv.bias has torch.float16 for others",
+        ),
+    ):
+        changed = {key: tensor for key, tensor in {**state, **changes}.items() if tensor is not None}
+        with pytest.raises(ValueError, match=words):
+            weights.convert_state_dict(changed, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"embed": None}, r"fills \['words.weight'\] not at all"),
+        ({"block.{}.kv": Placement("layers.{}.qkv", 4, 4)}, "fills .*layers.0.qkv.weight.* in part"),
+        ({"again": "words"}, "fills .*words.weight.* twice"),
+        ({"block.{}.q.weight": Placement("layers.{}.qkv.weight", 0, 4)}, "names block.0.q.weight twice"),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -> None:
+    table = {key: target for key, target in {**TABLE, **changes}.items() if target is not None}
+    with pytest.raises(ValueError, match=words):
+        map_of(table).from_upstream(Theirs())
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.list_models() if name.endswith("-debug")])
+def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
+    theirs = zoo.to_upstream(zoo.create(name).to(torch.bfloat16)).train()
+    frozen = next(child for child in theirs.children() if list(child.parameters()))
+    frozen.requires_grad_(False)
+    flags = {key: parameter.requires_grad for key, parameter in theirs.named_parameters()}
+    ours = zoo.from_upstream(theirs)
+    assert ours.training and {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+    before = [tensor.clone() for tensor in ours.state_dict().values()]
+    back = zoo.to_upstream(ours)
+    assert back.training and {key: parameter.requires_grad for key, parameter in back.named_parameters()} == flags
+    with torch.no_grad():
+        for tensor in (*theirs.parameters(), *back.parameters()):
+            tensor.zero_()
+    torch.testing.assert_close(list(ours.state_dict().values()), before, rtol=0, atol=0)
+    for family in families():
+        if name not in family.presets:
+            with pytest.raises(TypeError, match=" is not an? .* of the zoo"):
+                family.weights.to_upstream(ours)
+
+
+# A preset to save, and one that is larger.
+MODELS = {"bert": ("bert-debug", "bert-base"), "llm": ("llm-debug", "qwen3-0.6b"), "unet": ("unet-debug", "sd15")}
+
+
+@pytest.fixture(params=MODELS)
+def family(request: pytest.FixtureRequest) -> Any:
+    return importlib.import_module(f"zoo.{request.param}")
+
+
+def model_of(family: Any, *, seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return zoo.create(presets_of(family)[0])
+
+
+def presets_of(family: Any) -> tuple[str, str]:
+    return MODELS[family.__name__.removeprefix("zoo.")]
+
+
+def test_presets_take_a_folder_that_agrees_in_any_dtype(family: Any, tmp_path: Path) -> None:
+    model, (name, larger) = model_of(family, seed=1), presets_of(family)
+    family.save(model.bfloat16(), tmp_path)
+    for again, dtype in (
+        (family.load(tmp_path), torch.bfloat16),
+        (family.load(tmp_path, dtype=torch.float16), torch.float16),
+        (zoo.create(name, weights=tmp_path), torch.float32),
+        (zoo.create(name, weights=tmp_path, dtype=torch.bfloat16), torch.bfloat16),
+    ):
+        assert {parameter.dtype for parameter in again.parameters()} == {dtype} and not again.training
+        rounded = {key: value.to(dtype) for key, value in model.state_dict().items()}
+        torch.testing.assert_close(again.state_dict(), rounded, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"config.json has \w+=.*, the preset "):
+        zoo.create(larger, weights=tmp_path)
+
+
+def test_what_an_earlier_model_left_goes_and_a_failed_save_leaves_the_folder_as_it_was(family, tmp_path, monkeypatch):
+    model = model_of(family, seed=1)
+    family.save(model, tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    stem = weights.name.removesuffix(".safetensors")
+    for stale in (f"{stem}-00001-of-00002.safetensors", f"{stem}.safetensors.index.json"):
+        (tmp_path / stale).write_text("{}")
+    (tmp_path / "README.md").write_text("mine")
+    names = {weights.name, "config.json", "README.md"}
+    family.save(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    again = family.load(tmp_path)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    first, second = (model_of(family, seed=seed) for seed in (1, 2))
+    family.save(first, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        family.save(second, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_folders_and_arguments_that_are_wrong(family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        family.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="not a hub id"):
+        family.load(tmp_path / "nowhere")
+    download = Mock(side_effect=[LocalEntryNotFoundError("no route"), OSError(errno.ENOSPC, "disk full")])
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    unreachable = r"'owner/name': no such file .* \(LocalEntryNotFoundError\); check the name"
+    for error, said in ((FileNotFoundError, unreachable), (OSError, "disk full")):
+        with pytest.raises(error, match=said):
+            family.load("owner/name")
+    for dtype in (torch.int8, "bfloat16"):
+        with pytest.raises(ValueError, match=f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype"):
+            family.load(tmp_path, dtype=dtype)
+    with pytest.raises(TypeError, match="Linear is not an? .* of the zoo"):
+        family.save(nn.Linear(2, 2), tmp_path)

@@ -48,28 +48,18 @@ def test_deeper_is_no_more_graphs(preset: str, changes: dict[str, Any], blocks: 
     assert all(found.graphs_needed <= found.budget for found in report.regions)
 
 
-# --- features ---
-
-
 def test_features_are_the_outputs_of_the_stages() -> None:
     model = zoo.compile_regions(debug(), backend="eager")
     images = torch.randn(2, 3, 70, 100)
     with torch.inference_mode():
         features = model(images, stages=True)
         torch.testing.assert_close(model.head(features[-1]), model(images))
-    assert [tuple(feature.shape) for feature in features] == [
-        (2, 256, 18, 25),
-        (2, 512, 9, 13),
-        (2, 1024, 5, 7),
-        (2, 2048, 3, 4),
-    ]
+    shapes = [(2, 256, 18, 25), (2, 512, 9, 13), (2, 1024, 5, 7), (2, 2048, 3, 4)]
+    assert [tuple(feature.shape) for feature in features] == shapes
     assert all(feature.is_contiguous(memory_format=torch.channels_last) for feature in features)
 
 
-# --- what is refused ---
-
-
-def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
+def test_images_too_small_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:
     model = debug().train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.zeros(1, 3, 32, 20))
@@ -79,14 +69,14 @@ def test_too_small_for_training_and_large_enough_for_evaluation() -> None:
     assert model.eval()(torch.zeros(1, 3, 1, 1)).shape == (1, 10)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         debug(track_running_stats=False)(torch.zeros(1, 3, 32, 32))
-
-
-def test_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
-    model = debug(zero_init_residual=True, layers=(2, 1, 1, 1))
-    x = torch.rand(2, 256, 4, 4)
-    with torch.no_grad():
-        assert torch.equal(model.stages[0].blocks[1](x), x)
-        assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
+    model = debug().train()
+    images = torch.randn(4, 3, 40, 40)
+    with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
+        update_bn([images], model)
+    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    for call in (several, torch.compile(several, backend="eager")):
+        with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
+            call(images)
 
 
 @pytest.mark.slow
@@ -108,7 +98,7 @@ def test_norms_keep_a_mode_and_a_momentum_of_their_own() -> None:
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_convolutions_that_are_pruned_learn() -> None:
+def test_convolutions_that_are_pruned_learn_and_zero_init_residual_starts_blocks_as_their_shortcuts() -> None:
     model = debug().train()
     for module in list(model.modules()):
         if isinstance(module, nn.Conv2d):
@@ -123,17 +113,11 @@ def test_convolutions_that_are_pruned_learn() -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             torch.testing.assert_close(module.weight, module.weight_orig * module.weight_mask)
-
-
-def test_norms_without_momentum_or_of_several_processes_are_refused_in_training() -> None:
-    model = debug().train()
-    images = torch.randn(4, 3, 40, 40)
-    with pytest.raises(ValueError, match=r"the momentum of a norm is None.*update_bn.*zoo\.to_upstream\(model\)"):
-        update_bn([images], model)
-    several = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    for call in (several, torch.compile(several, backend="eager")):
-        with pytest.raises(ValueError, match="a norm is a SyncBatchNorm"):
-            call(images)
+    model = debug(zero_init_residual=True, layers=(2, 1, 1, 1))
+    x = torch.rand(2, 256, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(model.stages[0].blocks[1](x), x)
+        assert not torch.equal(debug(layers=(2, 1, 1, 1)).stages[0].blocks[1](x), x)
 
 
 STEM_SHAPES = [(2, 3, 32, 32), (1, 3, 33, 47), (2, 1, 7, 9), (2, 4, 30, 31), (3, 2, 224, 10)]
@@ -217,13 +201,10 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
 
 WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))
 CONFIGS: dict[str, dict[str, Any]] = {
-    "bottleneck": {},
-    "basic": {"block": "basic", "width_per_group": 64},
-    "groups": {"groups": 4, "width_per_group": 8},
-    "dilated": {"replace_stride_with_dilation": (False, True, True)},
-    "frozen": {"norm": "frozen"},
-    "eps": {"norm_eps": 0.1},
-}
+    "bottleneck": {}, "basic": {"block": "basic", "width_per_group": 64},
+    "groups": {"groups": 4, "width_per_group": 8}, "dilated": {"replace_stride_with_dilation": (False, True, True)},
+    "frozen": {"norm": "frozen"}, "eps": {"norm_eps": 0.1},
+}  # fmt: skip
 
 
 def trained(**changes: Any) -> ResNet:
@@ -286,7 +267,7 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
             torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
 
 
-def test_the_operator_of_cudnn_says_its_shapes() -> None:
+def test_the_operators_of_cudnn_and_of_the_product_say_their_shapes() -> None:
     for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
         x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
         weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
@@ -301,9 +282,6 @@ def test_the_operator_of_cudnn_says_its_shapes() -> None:
             (x, weight, torch.arange(6.0), residual, *options),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
         )
-
-
-def test_the_operator_of_the_product_says_its_shapes() -> None:
     x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
     torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
     torch.library.opcheck(
@@ -311,31 +289,7 @@ def test_the_operator_of_the_product_says_its_shapes() -> None:
     )
 
 
-def test_what_is_refused() -> None:
-    model = trained()
-    folded = fold_batch_norm(model)
-    with pytest.raises(TypeError, match=r"Linear is not a ResNet of the zoo; zoo\.from_upstream"):
-        fold_batch_norm(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="folded already"):
-        fold_batch_norm(folded)
-    with pytest.raises(ValueError, match="track_running_stats is False"):
-        fold_batch_norm(trained(track_running_stats=False))
-    with pytest.raises(ValueError, match="convolutions is 'slow', expected one of 'glue', 'fused'"):
-        fold_batch_norm(model, convolutions="slow")
-    with pytest.raises(ValueError, match="pointwise is 'gemm', expected one of 'convolution', 'matmul'"):
-        fold_batch_norm(model, pointwise="gemm")
-    with pytest.raises(ValueError, match="folded into the convolutions: convert"):
-        zoo.to_upstream(folded)
-    with pytest.raises(ValueError, match="a folded model is for inference"):
-        folded(torch.zeros(1, 3, 64, 64, requires_grad=True))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"use model\.to\(torch\.bfloat16\)"):
-        folded(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(TypeError, match=r"expected float32; use images\.to\(torch\.float32\);"):
-        folded(torch.zeros(1, 3, 64, 64).half())
-
-
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Operators and arguments that launch all kernels, with gradients and without."""
     x, more = (torch.randn(2, 6, 7, 4).contiguous(memory_format=torch.channels_last) for _ in range(2))
     mean, variance, count = torch.randn(6), torch.rand(6) + 0.5, torch.tensor(0)
     learning = [each.clone().requires_grad_() for each in (x, more, mean, variance, mean, variance)]

@@ -1,5 +1,6 @@
-"""Saving and resuming: the losses that follow are those of an uninterrupted run."""
+"""Saving and resuming, with the losses of an uninterrupted run; and checkpointed blocks, which change nothing."""
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,30 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import nn
-from training_models import Weighted, build, draw, loss_of, optimizer_of
+from torch import Tensor, nn
 
 import zoo
+from tests.blocks import Block, Stack
+from tests.training_models import Weighted, build, draw, loss_of, optimizer_of
 from zoo.engine.graphed_step import CaptureError
-from zoo.training import AdamW, TrainingStep, TrainingWarning
+from zoo.training import AdamW, TrainingStep, TrainingWarning, capture_obstacles, checkpoint_regions
+from zoo.training.checkpointing import restores_random_state
 
 
 def make(device: str = "cpu", kind: str = "adamw", **options: Any) -> tuple[TrainingStep, Any]:
     model = build(device, dropout=0.3)
     optimizer = optimizer_of(model, kind)
     return TrainingStep(model, loss_of, optimizer, **options), torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+
+def saved(folder: Path, batches: int = 1) -> TrainingStep:
+    """A step that was saved after its first batch, and went on for more."""
+    step, _ = make()
+    step(draw(1)[0])
+    step.save(folder)
+    for _ in range(batches - 1):
+        step(draw(1)[0])
+    return step
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
@@ -83,10 +96,7 @@ def test_a_captured_resnet_goes_on_bit_for_bit_from_what_another_saved(tmp_path:
 
 
 def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    step, _ = make("cpu", "adamw")
-    step(draw(1)[0])
-    step.save(tmp_path)
-    step(draw(1)[0])
+    step = saved(tmp_path, batches=2)
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda new, old: None if str(old).endswith(".pt") else replace(new, old))
     step.save(tmp_path)
@@ -102,10 +112,7 @@ def test_a_save_that_was_cut_off_between_its_files_is_noticed(tmp_path: Path, mo
 @pytest.mark.parametrize("kept", [0, 10, 500, -1], ids=["nothing", "a few bytes", "the beginning", "all but a byte"])
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
 def test_a_file_that_was_cut_off_is_named_and_changes_nothing(name: str, kept: int, tmp_path: Path):
-    step, _ = make("cpu", "adamw")
-    step(draw(1)[0])
-    step.save(tmp_path)
-    step(draw(1)[0])
+    step = saved(tmp_path, batches=2)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
     weights = [parameter.clone() for parameter in step.model.parameters()]
     with pytest.raises(ValueError, match=rf"{name} is cut off or damaged.*: go on from another folder"):
@@ -238,9 +245,7 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(tmp_path:
 
 
 def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_nothing(tmp_path: Path):
-    step, _ = make("cpu", "adamw")
-    step(draw(1)[0])
-    step.save(tmp_path)
+    saved(tmp_path)
     model = build()
     other = TrainingStep(model, loss_of, torch.optim.AdamW([*model.parameters()][::-1], fused=True))
     with pytest.raises(ValueError, match=r"parameter 0 was 0\.weight in group 0, and is 3\.bias in group 0"):
@@ -251,7 +256,7 @@ def test_an_optimizer_of_parameters_in_another_order_is_refused_and_changes_noth
         apart.load(tmp_path)
 
 
-def test_weights_of_a_loss_are_saved_with_it_or_refused(tmp_path: Path):
+def test_weights_of_a_loss_are_saved_with_it_and_what_could_not_be_loaded_again_is_not(tmp_path: Path) -> None:
     def begin() -> tuple[TrainingStep, Any]:
         model, loss = build(), Weighted()
         return TrainingStep(model, loss, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1)), loss
@@ -267,17 +272,141 @@ def test_weights_of_a_loss_are_saved_with_it_or_refused(tmp_path: Path):
     step.load(tmp_path, loss=loss)
     assert [step(batch).item() for batch in batches] == expected
 
-
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path: Path):
     class Sampler:
         def state_dict(self) -> dict[str, Any]:
             return {"seen": torch.ones(3), "random": numpy.random.RandomState(0).get_state()}
 
-    step, _ = make()
-    step(draw(1)[0])
-    step.save(tmp_path)
-    step(draw(1)[0])
+    step = saved(tmp_path, batches=2)
     with pytest.raises(ValueError, match=r"the state of sampler holds numpy\S+, more than tensors and plain values"):
         step.save(tmp_path, sampler=Sampler())
     step.load(tmp_path)
     assert step.steps == 1
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.linear(x)))
+
+
+def compiled(device: str = "cpu", block: type[nn.Module] = Block) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(depth=4)
+    if block is not Block:
+        model.blocks = nn.ModuleList(block() for _ in range(4))
+    return zoo.compile_regions(model.to(device).train(), regions=[block], backend="aot_eager")
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def kept_bytes(model: nn.Module, *args: Tensor, **inputs: Tensor) -> int:
+    """What the forward keeps for the backward, weights apart."""
+    weights = {p.data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(*args, **inputs)
+    del output
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+@pytest.mark.parametrize("block", [Block, DroppingBlock])
+def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]):
+    x = torch.randn(2, 4, device=device)
+    model = compiled(device, block)
+    expected = gradients(model, x)
+    checkpoint_regions(model, block, every=every)
+    torch.testing.assert_close(gradients(model, x), expected)
+
+
+BLOCKS = {
+    "bert-debug": "BertLayer", "llm-debug": "LLMLayer", "gcn-debug": "GNNLayer", "gat-debug": "GNNLayer",
+    "resnet-debug": "Bottleneck", "unet-debug": "TransformerBlock", "unet-xl-debug": "ResnetBlock",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "block"), BLOCKS.items())
+def test_blocks_of_every_family_are_checkpointed_whether_regions_or_around_some(name: str, block: str) -> None:
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = zoo.create(name).train().requires_grad_(True)
+        inputs = zoo.example_inputs(model)
+        zoo.compile_regions(model, backend="aot_eager")
+        if checkpointed:
+            cls = next(type(module) for module in model.modules() if type(module).__name__ == block)
+            assert checkpoint_regions(model, cls) is model
+        for _ in range(2):
+            torch.manual_seed(1)
+            with zoo.enforce_budget(model):
+                output = model(**inputs)
+                output = output if isinstance(output, Tensor) else output[0]
+                output.float().square().mean().backward()
+        found.append(([p.grad for p in model.parameters()], {n: b.clone() for n, b in model.named_buffers()}))
+        torch.compiler.reset()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_running_statistics_are_moved_once_and_where_they_are() -> None:
+    model = zoo.create("resnet-debug").train().requires_grad_(True)
+    inputs, reference = zoo.example_inputs(model), copy.deepcopy(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    regions = {type(module) for module in model.modules() if module._compiled_call_impl is not None}
+    assert len(regions) > 2
+    for cls in regions:
+        checkpoint_regions(model, cls, preserve_rng_state=False)
+    before = [buffer.data_ptr() for buffer in model.buffers()]
+    for each in (model, reference):
+        loss = each(**inputs).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert [buffer.data_ptr() for buffer in model.buffers()] == before
+
+
+def test_less_is_kept_and_uncompile_undoes_it() -> None:
+    x = torch.randn(64, 4)
+    model = compiled()
+    all_kept = kept_bytes(model, x)
+    checkpoint_regions(model, Block, every=2)
+    half = kept_bytes(model, x)
+    zoo.uncompile(model)
+    zoo.compile_regions(model, backend="aot_eager")
+    checkpoint_regions(model, Block)
+    assert kept_bytes(model, x) < half < all_kept
+    model = checkpoint_regions(compiled(), Block)
+    assert restores_random_state(model)
+    with zoo.enforce_budget(model):
+        assert restores_random_state(model)
+        model(torch.randn(2, 4))
+    zoo.uncompile(model)
+    assert not any(module._compiled_call_impl for module in model.modules())
+    assert not restores_random_state(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preserves", [True, False])
+def test_random_state_that_is_restored_stands_in_the_way_of_a_capture(preserves: bool):
+    model = checkpoint_regions(compiled("cuda"), Block, preserve_rng_state=preserves)
+    rate = torch.tensor(1e-3, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+    obstacles = capture_obstacles(model, optimizer)
+    assert any("preserve_rng_state=False" in obstacle for obstacle in obstacles) == preserves
+    if not preserves:
+        step = TrainingStep(model, lambda m, x: m(x).square().mean(), optimizer, cuda_graph=True)
+        losses = [step(torch.randn(2, 4, device="cuda")).item() for _ in range(8)]
+        assert step.captured and all(loss > 0 for loss in losses)

@@ -1,20 +1,27 @@
-"""The regions in every mode, size and cut; channels_last wherever weights come from; every bad input and its error."""
+"""UNets: their regions, the operators that they need of a host, and what calls a replaced part."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
+from tests import fake_gpu
 from tests.blocks import Doubled
 from zoo.engine.captured import side_stream
-from zoo.unet import ResnetBlock, TransformerBlock, UNet
-from zoo.unet.blocks import PRESETS
+from zoo.ops import images as convs
+from zoo.ops import transformer as low_products
+from zoo.ops.images import cat_group_norm, conv_add, group_norm, upsample, windows, windows_run
+from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
+from zoo.unet import ResnetBlock, Transformer, TransformerBlock, UNet
+from zoo.unet import blocks as products
+from zoo.unet.blocks import PRESETS, BlockShape
 from zoo.unet.model import sinusoids
 
 
@@ -68,9 +75,6 @@ def test_a_backward_fills_nothing_with_zeros() -> None:
     assert not any("zero" in name or "select_backward" in name for name in dispatched.ran)
 
 
-# --- channels_last ---
-
-
 @pytest.mark.parametrize("freq_shift", [0, 1])
 @pytest.mark.parametrize("cosines_first", [False, True])
 def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_shift: int) -> None:
@@ -80,9 +84,6 @@ def test_sines_of_timesteps_are_diffusers_to_the_bit(cosines_first: bool, freq_s
     for width in (6, 7, 320):
         expected = get_timestep_embedding(timesteps, width, cosines_first, freq_shift)
         assert torch.equal(sinusoids(timesteps, width, cosines_first, freq_shift), expected)
-
-
-# --- what is refused ---
 
 
 @pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
@@ -160,3 +161,106 @@ def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, m
     with torch.inference_mode(), zoo.enforce_budget(model) if compiled else nullcontext():
         torch.testing.assert_close(model(**inputs).sample, expected)
     assert happened[:3] == ["side_stream", "left", "wait"] and set(happened[3:]) == {"read"}
+
+
+def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    drawn = torch.randn(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return drawn.requires_grad_(grad)
+
+
+def learning(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.clone().requires_grad_() for each in tensors)
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    x, low, weight, bias = torch.randn(6, 8), torch.randn(6, 8).bfloat16(), torch.randn(8), torch.randn(8)
+    image, large = images(2, 8, 3, 5), images(2, 8, 33, 32).bfloat16()
+    product = torch.randn(2048, 8).bfloat16(), torch.randn(16, 8).bfloat16(), torch.randn(16).bfloat16()
+    tail = (4, 1e-5, True)
+    return {
+        "gate": (gated_gelu, (low, bias)),
+        "gate that learns": (gated_gelu, learning(x, bias)),
+        "product and gate": (gated_gelu_product, product),
+        "bias": (conv_add, (low, bias)),
+        "bias and residual that learn": (conv_add, (*learning(low, bias), x)),
+        "doubling": (upsample, (image,)),
+        "windows": (windows, (image.permute(0, 2, 3, 1), 2)),
+        "norm": (layer_norm, (low, weight, bias, 1e-5)),
+        "norm that learns": (layer_norm, (*learning(x, weight, bias), 1e-5)),
+        "sum and norm": (add_norm, (low, x, weight, bias, None, 1e-5)),
+        "sum and norm that learn": (add_norm, (*learning(low, low, weight, bias), None, 1e-5)),
+        "sum, shift and norm that learn": (add_norm, (*learning(x, x, weight, bias, bias), 1e-5)),
+        "attention": (short_attention, torch.randn(3, 2, 5, 3, 8).bfloat16().unbind()),
+        "group norm of a small image": (group_norm, (image.bfloat16(), None, weight, bias, *tail)),
+        "group norm of a large image": (group_norm, (large, low[:2], weight, bias, *tail)),
+        "group norm that learns": (group_norm, (*learning(image, x[:2], weight, bias), *tail)),
+        "group norm of two images": (cat_group_norm, (*learning(large[:, :5], large[:, 5:], weight, bias), *tail)),
+    }
+
+
+def test_half_precision_is_rounded_once() -> None:
+    x, shift = images(2, 12, 9, 9, dtype=torch.bfloat16), torch.randn(2, 12)
+    weight, bias = torch.randn(12), torch.randn(12)
+    out = group_norm(x, shift, weight, bias, 4, 1e-5, True)
+    wide = F.silu(F.group_norm(x.float() + shift[:, :, None, None], 4, weight, bias, 1e-5))
+    assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
+def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stride, height, width in ((1, 4, 6), (2, 4, 6), (2, 5, 3), (3, 7, 7), (1, 1, 1)):
+        x, weight = torch.randn(2, 8, height, width), torch.randn(4, 8, 3, 3)
+        expected = F.conv2d(x, weight, stride=stride, padding=1)
+        rows = windows(x.permute(0, 2, 3, 1), stride) @ weight.permute(0, 2, 3, 1).flatten(1).t()
+        torch.testing.assert_close(rows.view(2, *expected.shape[2:], 4).permute(0, 3, 1, 2), expected)
+    monkeypatch.setattr(convs, "kernels_run", lambda *_: True)
+    weight = torch.empty(8, 640, 3, 3, memory_format=torch.channels_last)
+    for shape, stride, expected in (
+        ((2, 640, 8, 8), 1, True), ((4, 640, 8, 8), 1, True), ((5, 640, 8, 8), 1, False), ((1, 640, 32, 32), 2, True),
+        ((1, 640, 33, 32), 2, False), ((2, 639, 8, 8), 1, False),
+    ):  # fmt: skip
+        assert windows_run(torch.empty(shape), weight, stride) == expected
+    # Of another layout the weight would be copied in every call.
+    assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
+
+
+def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = BlockShape(inputs=640, skip=0, outputs=640, depth=None, heads=1)
+    block = ResnetBlock(PRESETS["unet-debug"], shape).to(torch.bfloat16, memory_format=torch.channels_last)
+    image, shift = images(2, 640, 4, 4, dtype=torch.bfloat16), torch.randn(2, 640).bfloat16()
+    with torch.no_grad():
+        (graph,) = fake_gpu.traced(monkeypatch, block, image, None, shift)
+    # Two norms, two of windows, and the sum at the end.
+    assert graph.count("triton_kernel_wrapper_functional") == 5
+    assert not any("convolution" in node or node.startswith("zoo") for node in graph)
+
+
+def outputs_and_gradients(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(**inputs).sample
+    above = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    learning = [each for each in model.parameters() if each.requires_grad]
+    return [out.detach(), *torch.autograd.grad((out.float() * above).sum(), learning)]
+
+
+def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(products, "kernels_run", lambda *_: True)
+    model = zoo.create("unet-debug").train()
+    inputs = zoo.example_inputs(model, size=8, tokens=5)
+    ran: Counter[str] = Counter()
+    for name in ("weight_gradient", "column_sums"):
+        operator = getattr(low_products, name)
+        monkeypatch.setattr(
+            low_products, name, lambda *given, name=name, operator=operator: (ran.update([name]), operator(*given))[1]
+        )
+    outputs_and_gradients(model, inputs, False)
+    assert not ran, "there is nothing to lower"
+    _, *found = outputs_and_gradients(model, inputs, True)
+    kinds = Counter(type(each) for each in model.modules())
+    shortcuts = sum(each.shortcut is not None for each in model.modules() if isinstance(each, ResnetBlock))
+    # Of transformers both ends and six in each block; and those of all timesteps and of all texts.
+    assert ran["weight_gradient"] == 2 * kinds[Transformer] + 6 * kinds[TransformerBlock] + shortcuts + 2
+    assert ran["column_sums"] == 2 * kinds[Transformer] + kinds[TransformerBlock] + shortcuts + 1
+    for (name, _), grad in zip(model.named_parameters(), found, strict=True):
+        if name.endswith(("qkv.weight", "mlp_out.weight", "proj_in.weight", "text_projections.weight")):
+            assert not torch.equal(grad, grad.bfloat16().float()), f"{name} was rounded on its way"

@@ -1,20 +1,153 @@
-"""The sampler: diffusers' latents with every solver, captured once for all prompts, and bad input named."""
+"""In diffusers' pipelines and by our sampler: the same images and latents with every solver, and bad input named."""
 
 import copy
+import inspect
+import json
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
-import unet_reference as reference
-from test_unet_pipelines import pipeline
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import zoo
+from tests import unet_reference as reference
 from zoo.unet import Sampler, Schedule, UNet, make_schedule
+
+with warnings.catch_warnings():
+    # What diffusers imports warns of what it imports.
+    warnings.simplefilter("ignore")
+    import transformers
+    from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+
+NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def scheduler(name: str, **options: Any) -> Any:
+    needed = {"DDIMScheduler": {"clip_sample": False}, "PNDMScheduler": {"skip_prk_steps": True}}
+    return getattr(diffusers, name)(**{**NOISE, **needed.get(name, {}), **options})
+
+
+def tokenizer(folder: Path) -> Any:
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return transformers.CLIPTokenizer.from_pretrained(folder, model_max_length=16)
+
+
+def text_encoder(cls: Any) -> Any:
+    config = transformers.CLIPTextConfig(
+        vocab_size=54, hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, projection_dim=12, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    return cls(config).eval()
+
+
+def pipeline(kind: str, folder: Path, name: str = "DDIMScheduler") -> Any:
+    torch.manual_seed(0)
+    parts: dict[str, Any] = {
+        "vae": diffusers.AutoencoderKL(
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=4, sample_size=32,
+        ).eval(),
+        "scheduler": scheduler(name, steps_offset=1),
+        "tokenizer": tokenizer(folder),
+    }  # fmt: skip
+    if kind == "xl":
+        parts |= {
+            "unet": reference.make("xl"),
+            "text_encoder": text_encoder(transformers.CLIPTextModel),
+            "text_encoder_2": text_encoder(transformers.CLIPTextModelWithProjection),
+            "tokenizer_2": parts["tokenizer"],
+        }
+        made = StableDiffusionXLPipeline(**parts, add_watermarker=False)
+    else:
+        parts |= {
+            "unet": reference.make("sd", cross_attention_dim=12),
+            "text_encoder": text_encoder(transformers.CLIPTextModel),
+            "safety_checker": None,
+            "feature_extractor": None,
+        }
+        made = StableDiffusionPipeline(**parts, requires_safety_checker=False)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def images(pipe: Any, **options: Any) -> np.ndarray:
+    call = {
+        "prompt": ["a cat", "a dog"], "negative_prompt": ["fog", "rain"], "num_inference_steps": 4,
+        "guidance_scale": 5.0, "height": 32, "width": 48, "generator": torch.Generator().manual_seed(0),
+        "output_type": "np", **options,
+    }  # fmt: skip
+    result: np.ndarray = pipe(**call).images
+    assert result.shape == (2, call["height"], call["width"], 3) and np.isfinite(result).all() and result.std() > 0.01
+    return result
+
+
+def lora(unet: Any, seed: int, convolutions: bool = True) -> dict[str, torch.Tensor]:
+    """Weights as a file holds them: rank 2 on attention and, of many kinds, on convolutions."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj"]
+    targets += ["conv1", "conv2", "conv_shortcut", "time_emb_proj", "proj_in"] if convolutions else []
+    state: dict[str, torch.Tensor] = {}
+    for name, module in unet.named_modules():
+        if not name.endswith(tuple(targets)) or not hasattr(module, "weight"):
+            continue
+        outputs, inputs, *kernel = module.weight.shape
+        state[f"unet.{name}.lora_A.weight"] = torch.randn(2, inputs, *kernel, generator=generator) * 0.2
+        state[f"unet.{name}.lora_B.weight"] = torch.randn(outputs, 2, *[1] * len(kernel), generator=generator) * 0.2
+    return state
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+@pytest.mark.parametrize("kind", ["sd", "xl"])
+def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
+    pipe = pipeline(kind, tmp_path)
+    plain = images(pipe)
+    base = pipe.unet
+    with_first = lora(base, 1)
+    with_second = lora(base, 2, convolutions=False)
+    pipe.load_lora_weights(with_first, adapter_name="first")
+    pipe.load_lora_weights(with_second, adapter_name="second")
+    for names, weights in ((["first"], [1.0]), (["first", "second"], [0.6, 0.9])):
+        pipe.set_adapters(names, weights)
+        expected = images(pipe)
+        converted = zoo.from_upstream(base)
+        assert set(converted.state_dict()) == set(zoo.create("unet-debug", **_fields(converted)).state_dict())
+        pipe.unet = converted
+        with pytest.raises(NotImplementedError, match=r"pipe.unet = zoo.to_upstream\(pipe.unet\)"):
+            pipe.load_lora_weights(with_first, adapter_name="third")
+        np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
+        assert np.abs(expected - plain).max() > 1e-2
+        pipe.unet = base
+    # The model that was converted keeps its adapters apart.
+    np.testing.assert_allclose(images(pipe), expected, atol=1e-5)
+    pipe.disable_lora()
+    pipe.unet = zoo.from_upstream(base)
+    np.testing.assert_allclose(images(pipe), plain, atol=5e-4)
+    pipe.unet = base
+    pipe.enable_lora()
+    pipe.fuse_lora()
+    pipe.unet = zoo.from_upstream(base)
+    np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
+
+
+def _fields(model: UNet) -> dict[str, Any]:
+    return {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
+
+
+def test_the_signature_is_that_of_diffusers() -> None:
+    theirs = inspect.signature(inspect.unwrap(diffusers.UNet2DConditionModel.forward)).parameters
+    assert list(inspect.signature(UNet.forward).parameters) == list(theirs)
+
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,18 +263,11 @@ def test_compiled_regions_stay_within_their_budget() -> None:
             torch.testing.assert_close(sampler(text, negative), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_text_and_timesteps_are_projected_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_and_timesteps_are_projected_once_a_run() -> None:
     unet = model()
-    counts = {"conditions": 0, "text_projections": 0, "conv_in": 0}
-
-    def count(name: str) -> Any:
-        def counted(*_: Any) -> None:
-            counts[name] += 1
-
-        return counted
-
-    for name in counts:
-        getattr(unet, name).register_forward_pre_hook(count(name))
+    counts: Counter[str] = Counter()
+    for name in ("conditions", "text_projections", "conv_in"):
+        getattr(unet, name).register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
     Sampler(unet, make_schedule(EULER, 6), shape=SHAPE)(drawn(2, 7, 24), drawn(2, 7, 24, seed=1))
     assert counts == {"conditions": 1, "text_projections": 1, "conv_in": 6}
 
@@ -176,32 +302,6 @@ def test_the_arithmetic_between_steps_is_not_rounded_to_the_models_dtype(dtype: 
     assert reference.relative_error(found.float(), expected) < (0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
-# --- bad input ---
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        *(
-            ({"shape": shape}, ValueError, r"expected \[B, 4, H, W\] with H and W divisible by 2")
-            for shape in ((2, 4, 16), (0, 4, 16, 16), (2, 3, 16, 16), (2, 4, 16, 15))
-        ),
-        ({"guidance_scale": float("nan")}, ValueError, "guidance_scale is nan"),
-        ({"guidance_scale": -1}, ValueError, "guidance_scale is -1"),
-        ({"schedule": 30}, TypeError, "schedule is a int, expected what make_schedule gives"),
-        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model is a Linear"),
-        ({"model": "other ends"}, ValueError, "takes more than latents, timestep and text"),
-        ({"model": "guidance in the timestep"}, ValueError, "takes more than latents, timestep and text"),
-    ],
-)
-def test_bad_samplers_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    call = {"model": "sd", "schedule": make_schedule(EULER, 3), "shape": SHAPE, **options}
-    if isinstance(call["model"], str):
-        call["model"] = model(call["model"])
-    with pytest.raises(error, match=words):
-        Sampler(**call)
-
-
 TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
 CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for width in (12, 13))
 
@@ -233,16 +333,10 @@ CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for wid
 def test_bad_calls_are_refused_before_a_step_runs(case, options, error, words):
     unet = model(case)
 
-    def never(*_: Any) -> None:
-        raise AssertionError("the model ran")
-
-    unet.register_forward_pre_hook(never)
+    unet.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     sampler = Sampler(unet, make_schedule(EULER, 3), shape=SHAPE)
     with pytest.raises(error, match=words):
         sampler(**{"text": TEXT, "negative": TEXT, **options})
-
-
-# --- on a GPU ---
 
 
 @pytest.mark.gpu
@@ -276,17 +370,11 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
 
 # --- schedules: each solver's steps are those of diffusers' scheduler, at every spacing ---
 
-NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-NEEDED = {"DDIMScheduler": {"clip_sample": False}, "PNDMScheduler": {"skip_prk_steps": True}}
 EULER_NAME, DPM_NAME = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"
-ZERO, VELOCITY = {"rescale_betas_zero_snr": True}, {"prediction_type": "v_prediction"}
+ZERO = {"rescale_betas_zero_snr": True}
 SPACINGS = ("leading", "trailing", "linspace")
 # One step, one of two orders, the ends of lower order (under 15 steps), and where a timestep falls on a half.
 COUNTS = (1, 2, 3, 5, 14, 15, 30, 48)
-
-
-def scheduler(name: str, **options: Any) -> Any:
-    return getattr(diffusers, name)(**{**NOISE, **NEEDED.get(name, {}), **options})
 
 
 def denoise(x: Tensor, timestep: Tensor) -> Tensor:
@@ -388,12 +476,6 @@ def test_what_is_not_supported_is_named(name: str, options: dict[str, Any], word
     for other in (diffusers.FlowMatchEulerDiscreteScheduler(), "euler"):
         with pytest.raises(TypeError, match=f"scheduler is a {type(other).__name__}; the zoo takes"):
             make_schedule(other, 10)
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1001, 2.0, True, None])
-def test_numbers_of_steps_are_checked(steps: Any) -> None:
-    with pytest.raises(ValueError, match="steps is .*, expected an integer from 1 to 1000"):
-        make_schedule(EULER, steps)
 
 
 def test_timesteps_that_were_not_trained_are_refused() -> None:

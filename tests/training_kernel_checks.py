@@ -40,8 +40,6 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, device=DEVICE)
 
 
-# --- AdamW ---
-
 DTYPES = {
     "float32": (torch.float32,) * 4,
     "bfloat16": (torch.bfloat16,) * 4,
@@ -122,9 +120,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(kernels, "adamw", count)
     return sizes
-
-
-# --- several parameters in a launch ---
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
@@ -230,9 +225,6 @@ def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatc
     close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
 
 
-# --- rows of logits ---
-
-
 @pytest.fixture(params=[512, None], ids=["small blocks", "blocks as they are"])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param is not None:
@@ -268,7 +260,7 @@ def test_rows_match_torch(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("_blocks")
-def test_rows_with_nan_and_infinity_match_torch() -> None:
+def test_rows_with_nan_and_infinity_match_torch_and_a_label_that_is_no_class_is_no_number() -> None:
     logits = values(10, 600, scale=3.0)
     logits[0, 5:] = -math.inf
     logits[1, :590] = -math.inf
@@ -283,9 +275,6 @@ def test_rows_with_nan_and_infinity_match_torch() -> None:
     labels = torch.tensor([2, 595, 0, 4, 0, 7, 0, 3, 100, IGNORED], device=DEVICE)
     check_rows(logits, labels, 0.5)
     check_rows(logits, torch.tensor([100, 3, 1, 17, 1, 300, 2, 599, 5, 599], device=DEVICE), 1.0)
-
-
-def test_a_label_that_is_no_class_is_no_number_and_no_other_rows() -> None:
     logits = values(4, 50)
     labels = torch.tensor([3, 50, -1, 2**40], device=DEVICE)
     found = logits.clone()
@@ -305,9 +294,6 @@ def test_scaling(numbers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
         expected = (x.float() * factor).to(dtype)
         torch.testing.assert_close(found, expected, rtol=EPS[dtype], atol=0, equal_nan=True)
         assert factor != 1.0 or torch.equal(found, x)
-
-
-# --- the loss that they are for ---
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)

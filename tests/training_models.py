@@ -42,7 +42,6 @@ def draw(count: int, rows: int = 6, seed: int = 0, device: str = "cpu") -> list[
 def plain_losses(
     model: nn.Module, optimizer: torch.optim.Optimizer, updates: list[list[Batch]], clip_norm: float | None = None
 ) -> list[float]:
-    """The textbook loop: each update the mean loss of its batches."""
     losses = []
     for batches in updates:
         optimizer.zero_grad()
@@ -59,8 +58,6 @@ def plain_losses(
 
 
 class Weighted(nn.Module):
-    """A loss that learns."""
-
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))

@@ -6,6 +6,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
+from tests.fuzzing import randomize, relative_error  # noqa: F401
+
 SIZES: dict[str, Any] = {
     "sample_size": 16, "block_out_channels": (16, 32), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "layers_per_block": 1, "attention_head_dim": 2,
@@ -13,14 +15,10 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 XL: dict[str, Any] = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "transformer_layers_per_block": [1, 2],
-    "attention_head_dim": [2, 4],
-    "use_linear_projection": True,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 12 + 6 * 8,
-}
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": [1, 2],
+    "attention_head_dim": [2, 4], "use_linear_projection": True, "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 12 + 6 * 8,
+}  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "sd": {},
     "sd, linear": {"use_linear_projection": True, "upcast_attention": True, "attention_head_dim": [1, 4]},
@@ -58,17 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make(case: str, **options: Any) -> Any:
-    """In eval mode. Biases and norms are drawn too: at zero and one a forgotten one would not show."""
-    module = UNet2DConditionModel(**{**SIZES, **CASES[case], **options})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(0.2 * drawn + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
-            else:
-                parameter.copy_(drawn * parameter[0].numel() ** -0.5)
-    return module.eval()
+    return randomize(UNet2DConditionModel(**{**SIZES, **CASES[case], **options}), 0).eval()
 
 
 def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, tokens: int = 7) -> dict[str, Any]:
@@ -93,7 +81,6 @@ def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, token
 
 
 def controlnet(config: Any, batch: int = 2, height: int = 16, width: int = 16) -> dict[str, Any]:
-    """What a ControlNet adds to a model of the zoo with this config."""
     generator = torch.Generator().manual_seed(2)
     down = [
         torch.randn(batch, channels, height // size, width // size, generator=generator)
@@ -103,9 +90,3 @@ def controlnet(config: Any, batch: int = 2, height: int = 16, width: int = 16) -
         "down_block_additional_residuals": tuple(down),
         "mid_block_additional_residual": torch.randn(down[-1].shape, generator=generator),
     }
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))

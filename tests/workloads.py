@@ -35,7 +35,6 @@ class Arms:
 
 
 def flat(output: Any) -> torch.Tensor:
-    """All tensors of an output as one vector."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors(output)])
 
 
@@ -65,7 +64,6 @@ def output_of(case: Case, prepared: Prepared, step: Any = None, calls: int = 1) 
 
 
 def error(output: Any, reference: Any) -> float:
-    """Norm of the difference over the norm of the reference."""
     found, wanted = flat(output).double(), flat(reference).double()
     assert found.numel() == wanted.numel()
     return float((found - wanted).norm() / wanted.norm())
