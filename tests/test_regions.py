@@ -87,7 +87,7 @@ def test_inputs_tell_layers_apart_and_find_a_bypass_and_a_report_says_so() -> No
     report = zoo.find_regions(model, kwargs={"x": x})
     assert zoo.find_regions(model, args=(x,)) == report
     assert report.regions[0].signatures == (("blocks.0", "blocks.2"), ("blocks.1",))
-    assert "blocks.2 was not called as a module" in str(report.obstacles[0])
+    assert re.search(r"blocks.2 was not called as a module: .*exclude=\['blocks.2'\]", str(report.obstacles[0]))
     model, x = Refining().eval(), torch.randn(2, 8)
     said = "give zoo.compile_regions the same args= and kwargs="
     assert said not in str(zoo.find_regions(model)) and said in str(zoo.find_regions(model, args=(x,)))
@@ -348,10 +348,10 @@ def test_predictions_are_the_compilers_count_or_say_that_they_are_a_lower_bound(
     make, said, needed = PREDICTIONS[name]
     model, x = Sequence(*map(make, range(4))).eval(), torch.randn(2, 4)
     regions = [type(model.blocks[0])]
-    # What a block computes by its index only a call shows.
     with torch.no_grad():
-        for given in (None, {"x": x}) if regions == [Holding] else ({"x": x},):
-            assert zoo.find_regions(model, regions, kwargs=given).graphs == said
+        assert zoo.find_regions(model, regions, kwargs={"x": x}).graphs == said
+        # What a block computes by its index only a call shows.
+        assert zoo.find_regions(model, regions).graphs in (str(needed), "at least 1")
         zoo.compile_regions(model, regions=regions, backend="eager")
         model(x)
     assert sum(graphs_of(model).values()) == needed

@@ -222,7 +222,8 @@ def report_on(
         differences = tuple(_differences(modules, observed, symbols))
         # Not all operations take a symbol of a float.
         floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
-        at_least = bool(zeros or passed.varying or differ or floats) or _contents_differ(modules, observed)
+        unseen = not observed and bool(symbols)  # what is computed by a number, or branches on it, only a call shows
+        at_least = bool(zeros or passed.varying or differ or floats or unseen) or _contents_differ(modules, observed)
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
     return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why), lifted
@@ -386,7 +387,11 @@ def _obstacles(
             certain=False,
         )
     for name in skipped:
-        yield Obstacle(cls.__name__, f"{name} was not called as a module: its forward is bypassed or not reached")
+        yield Obstacle(
+            cls.__name__,
+            f"{name} was not called as a module: call block(x) in place of block.forward(x), or leave out what no call "
+            f"reaches, exclude=[{name!r}]",
+        )
 
 
 def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> Iterator[str]:
