@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.engine.call import IdleWatch, RegionCall
+from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
 class Inner(nn.Module):
@@ -298,8 +298,6 @@ def test_a_compilation_keeps_no_input() -> None:
 
 
 def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:
-    from zoo.engine.call import region_call
-
     model = zoo.create("resnet-debug").eval()
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad():

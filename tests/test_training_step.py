@@ -224,9 +224,8 @@ def test_a_cpu_is_not_captured_unless_asked():
         step = made()
     train(step, draw(5))
     assert not step.captured
-    assert capture_obstacles(step.model, step.optimizer) == [
-        "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
-    ]
+    (obstacle,) = capture_obstacles(step.model, step.optimizer)
+    assert obstacle == "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
 
 
 @pytest.mark.parametrize(("where", "found"), [("cpu", ["on the CPU"]), ("cuda", [])])
