@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import zoo
-from zoo.engine.call import IdleWatch, RegionCall
+from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
 class Inner(nn.Module):
@@ -74,16 +75,8 @@ def test_later_calls_are_direct(by_dynamo: list[nn.Module]) -> None:
     assert len(by_dynamo) == 4  # each block's first call in each of two forms
 
 
-def _replace(block: Any) -> None:
-    block.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-
-
 def _narrow(block: Any) -> None:
     block.inner, block.norm = Inner(4), nn.BatchNorm1d(4).eval()
-
-
-def _patch_forward(block: Any) -> None:
-    block.forward = functools.partial(Block.forward, block, factor=3.0)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -91,7 +84,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "float inside": lambda block: setattr(block.inner, "scale", 3.0),
     "width": _narrow,
     "dtype": lambda block: block.double(),
-    "replaced submodule": _replace,
+    "replaced submodule": lambda block: setattr(block, "inner", nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
     "hook": lambda block: block.register_forward_hook(lambda module, args, output: output + 1),
     "pre-hook": lambda block: block.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
     "hook inside": lambda block: block.inner.register_forward_hook(lambda module, args, output: output + 1),
@@ -101,7 +94,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "assigned parameter": lambda block: setattr(block.inner.linear, "bias", nn.Parameter(torch.ones(8))),
     "no bias": lambda block: setattr(block.inner.linear, "bias", None),
     "frozen": lambda block: block.requires_grad_(False),
-    "forward of its own": _patch_forward,
+    "forward of its own": lambda block: setattr(block, "forward", functools.partial(Block.forward, block, factor=3.0)),
 }
 
 
@@ -140,11 +133,8 @@ def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) 
             with context():
                 output, expected = block(x), block._call_impl(x)
             torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-2)
-            assert (output.dtype, output.requires_grad, output.is_inference()) == (
-                expected.dtype,
-                expected.requires_grad,
-                expected.is_inference(),
-            )
+            ours, eager = ((each.dtype, each.requires_grad, each.is_inference()) for each in (output, expected))
+            assert ours == eager
             if context is nullcontext:
                 assert len(by_dynamo) == max(before, 1)  # compiled in the first call alone
 
@@ -271,32 +261,22 @@ def test_entries_of_many_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch, by_
     assert len(block._compiled_call_impl.entries) == 4 and len(by_dynamo) == 9
 
 
-class Stream:
-    """A stream that has run out of work in some of its looks."""
-
-    def __init__(self, idle: list[bool]) -> None:
-        self.idle = iter(idle)
-
-    def query(self) -> bool:
-        return next(self.idle)
-
-
 @pytest.mark.parametrize(("idle", "warned"), [(0.8, True), (0.7, False)])
 def test_a_gpu_that_waits_for_the_host_is_warned_of_once(idle, warned, monkeypatch):
     model = blocks(8, 8)
     watch = IdleWatch(model, list(model))
-    looks = [place < idle * watch.SAMPLES for place in range(watch.SAMPLES)]
-    stream, x = Stream(looks), torch.randn(3, 8)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    # Whether the stream has run out of work, look by look.
+    looks = iter([place < idle * watch.SAMPLES for place in range(watch.SAMPLES)])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=looks.__next__))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always", zoo.RegionWarning)
         for _ in range(watch.SAMPLES):
             for block in model:
-                block(x)
+                block(torch.randn(3, 8))
     messages = [str(each.message) for each in caught if issubclass(each.category, zoo.RegionWarning)]
     assert [("model = zoo.cuda_graph(model)" in each) for each in messages] == [True] * warned
-    assert list(stream.idle) == []
+    assert list(looks) == []
 
 
 class Asking(nn.Module):
@@ -318,8 +298,6 @@ def test_a_compilation_keeps_no_input() -> None:
 
 
 def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:
-    from zoo.engine.call import region_call
-
     model = zoo.create("resnet-debug").eval()
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad():

@@ -21,6 +21,7 @@ from tests.fake_gpu import Gpu
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.kernel import Kernel, kernel
+from zoo.ops.triton.tiles import gated_gelu_product
 
 
 @kernel(do_not_specialize=["rows"])
@@ -95,9 +96,9 @@ def inductor(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
     return given
 
 
-def compiled(function: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: Any = None) -> Callable[..., Any]:
     torch._dynamo.reset()
-    return torch.compile(function, backend=direct.DirectOrInductor(options, False, True), fullgraph=True)
+    return torch.compile(function, backend=backend or direct.DirectOrInductor(None, False, True), fullgraph=True)
 
 
 def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], inductor: list[Any]) -> None:
@@ -107,12 +108,9 @@ def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], indu
         step = compiled(block)
         assert torch.equal(step(x), expected) and torch.equal(step(x), expected)
     assert not inductor
-    # Eager code leaves the grid as it was written.
-    assert (
-        launches
-        == [((3,), {"COLUMNS": 16, "num_warps": 2})]
-        + [((3, 1, 1), {"COLUMNS": 16, "num_warps": 2, "num_stages": launches[1][1]["num_stages"]})] * 2
-    )
+    options = {"COLUMNS": 16, "num_warps": 2}
+    traced = (3, 1, 1), {**options, "num_stages": launches[1][1]["num_stages"]}
+    assert launches == [((3,), options), traced, traced]  # eager code leaves the grid as it was written
 
 
 def test_a_launch_knows_the_tensors_that_the_graph_allocates(launches, monkeypatch):
@@ -133,9 +131,8 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(launches, monkeypat
 
     monkeypatch.setattr(Kernel, "bound", bind)
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate, raising=False)
-    torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(launch, backend=compile_graph, fullgraph=True)(torch.ones(3, 16), torch.ones(16))
+        compiled(launch, compile_graph)(torch.ones(3, 16), torch.ones(16))
     assert bound == [[0, 1, 2]]
     assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
 
@@ -149,8 +146,7 @@ def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
         names.extend(str(getattr(each.target, "__name__", each.target)) for each in graph.graph.nodes)
         return run
 
-    torch._dynamo.reset()
-    found, expected = torch.compile(function, backend=compile_graph, fullgraph=True)(*args), function(*args)
+    found, expected = compiled(function, compile_graph)(*args), function(*args)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
     assert found.requires_grad == expected.requires_grad and found._is_view() == expected._is_view()
     return [name for name in names if not name.startswith(("l_", "L_", "output"))]
@@ -169,8 +165,7 @@ def test_a_convolution_goes_to_the_call_behind_conv2d(options: dict[str, Any], i
         seen.append(graph)
         return direct.run_directly(graph)
 
-    torch._dynamo.reset()
-    step = torch.compile(conv, backend=compile_graph, fullgraph=True)
+    step = compiled(conv, compile_graph)
     x = torch.randn(2, 4, 8, 7, requires_grad=True)
     assert torch.equal(step(x), conv(x))
     found, expected = (torch.autograd.grad(f(x).square().sum(), [x, *conv.parameters()]) for f in (step, conv))
@@ -220,8 +215,6 @@ def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
 
 
 def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.ops.triton.tiles import gated_gelu_product
-
     compiled_before: list[list[str]] = []
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -232,9 +225,8 @@ def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monke
     for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
         monkeypatch.setattr(_triton, name, lambda *_, **__: True)
     monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
-    torch._dynamo.reset()
     x, weight, bias = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((256, 64), (512, 64), (512,)))
-    torch.compile(gated_gelu_product, backend=compile_graph, fullgraph=True)(x, weight, bias)
+    compiled(gated_gelu_product, compile_graph)(x, weight, bias)
     assert compiled_before == [["_gated_gelu_product"]] == [gpu.compiled]
     assert gpu.launches == ["_gated_gelu_product"]
 
@@ -310,11 +302,8 @@ def test_casts_of_autocast_are_in_the_trace(launches: list[Any], inductor: list[
 
 
 def test_a_write_to_what_is_saved_is_noticed(launches: list[Any], inductor: list[Any]) -> None:
-    def doubled(x: Tensor, scale: Tensor) -> Tensor:
-        return Scale.apply(Scale.apply(x, scale), scale)
-
     x, scale = torch.randn(3, 16, requires_grad=True), torch.rand(16, requires_grad=True)
-    out = compiled(doubled)(x, scale)
+    out = compiled(lambda x, scale: Scale.apply(Scale.apply(x, scale), scale))(x, scale)
     with torch.no_grad():
         scale.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -337,11 +326,8 @@ def test_symbolic_sizes_reach_the_grid_and_a_backward(learns: bool, launches: li
 
 
 def test_a_gradient_is_laid_out_as_the_backward_was_traced(launches: list[Any], inductor: list[Any]) -> None:
-    def double(x: Tensor, scale: Tensor) -> Tensor:
-        return Scale.apply(x, scale)
-
     x, scale = torch.randn(3, 16, requires_grad=True), torch.rand(16)
-    out = compiled(double)(x, scale)
+    out = compiled(lambda x, scale: Scale.apply(x, scale))(x, scale)
     grad = torch.randn(16, 3).t()
     (found,) = torch.autograd.grad(out, x, grad)
     assert found.is_contiguous() and torch.equal(found, grad * scale)
@@ -398,7 +384,8 @@ def test_inductor_compiles_every_other_graph(function, launches, inductor):
     compiled(lambda x, weight: x.mean(1) @ weight)(torch.randn(3, 4, 16), torch.rand(16))  # one operation is not
     assert len(inductor) == 1
     with torch.no_grad():
-        compiled(Block(), {"max_autotune_gemm": True})(torch.randn(3, 8))  # it is to try kernels
+        to_try_kernels = direct.DirectOrInductor({"max_autotune_gemm": True}, False, True)
+        compiled(Block(), to_try_kernels)(torch.randn(3, 8))
     assert len(inductor) == 2
 
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ from tests.runs import CASE, EAGER, FAKE, LIGHT, Notes, rows_of, settings_in
 from zoo.engine.compat import refuse_old_torch
 
 pytestmark = pytest.mark.usefixtures("no_worker_stays")
+BUSY = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
@@ -75,8 +82,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 150.0) -> Any:
 def test_a_run_outlives_its_worker_refuses_a_second_run_and_is_resumed_after_a_kill(tmp_path: Path) -> None:
     out, hangs = tmp_path / "run", tmp_path / "hangs"
     command = [sys.executable, "-m", "benchmarks.run", "--family", FAKE, "--device", "cpu", "--impl", "zoo"]
-    command += ["--model", "hang,good,hang-too", "--strategy", "eager", "--quick", "--rounds", "6"]
-    command += ["--out", str(out)]
+    command += ["--model", "hang,good,hang-too", "--strategy", "eager", "--quick", "--rounds", "6", "--out", str(out)]
     resume = [*command, "--resume"]
     store = Store(out / "fake-inference-float32.jsonl")
     environment = os.environ | LIGHT | {"FAKE_HANGS": str(hangs)}
@@ -154,8 +160,7 @@ def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_path: Path, own_folder: None) -> None:
     for name in ("regional-zoo-run-killed", "regional-zoo-run-new", "somebody-elses"):
         (tmp_path / name / "caches").mkdir(parents=True)
     with measure.settings_of(FAKE) as living:
@@ -207,32 +212,24 @@ def test_a_full_disk_keeps_whole_rows(tmp_path: Path) -> None:
     assert copy.read_bytes().endswith(b"\n"), "the row that did not fit is gone to its last byte"
 
 
-class Disk:
-    """Stands in for the disk under a store: takes so many rows, then none until it is given room."""
+def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(tmp_path, own_folder, settings, monkeypatch):
+    room, whole = 2, Store.append  # for the environment and one row
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-        self.room = rows
-        whole = Store.append
+    def append(store: Store, row: Any) -> None:
+        nonlocal room
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.path))
+        room -= 1
+        whole(store, row)
 
-        def append(store: Store, row: Any) -> None:
-            if self.room == 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(store.path))
-            self.room -= 1
-            whole(store, row)
-
-        monkeypatch.setattr(Store, "append", append)
-
-
-def test_a_full_disk_stops_the_run_with_its_own_code_and_resume_goes_on(tmp_path, settings, monkeypatch):
-    disk = Disk(monkeypatch, rows=2)  # the environment and one row
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Store, "append", append)
     out = tmp_path / "run"
     cases = [replace(EAGER, model=model) for model in ("good", "raise", "oom")]
     code, said, rows = attempt(out, settings, monkeypatch, cases)
     assert code == UNWRITABLE and code not in (0, 1, 2, INTERRUPTED)
     assert os.strerror(errno.ENOSPC) in said and f"Continue with --resume --out {out}" in said
     assert [result.case.model for result in rows] == ["good"]
-    disk.room = 100
+    room = 100
     code, said, rows = attempt(out, settings, monkeypatch, cases, resume=True)
     assert code == 0 and "1 done before" in said
     assert [result.case.model for result in rows] == ["good", "raise", "oom"]
@@ -258,9 +255,7 @@ def test_without_a_place_for_rows_or_the_gpu_that_was_asked_for_nothing_is_measu
     assert captured.out == "" and captured.err.count("\n") == 1
 
 
-def test_a_cache_folder_that_cannot_be_made_is_a_row_for_each_arm_and_none_at_all_a_line(
-    tmp_path, settings, monkeypatch
-):
+def test_a_cache_folder_that_cannot_be_made_is_a_row_an_arm_and_none_at_all_a_line(tmp_path, settings, monkeypatch):
     folder = _below_a_file(tmp_path)
     rows = rows_of(replace(settings, scratch=folder), EAGER, CASE)
     assert {result.status for result in rows.values()} == {"failed"} and len(rows) == 2
@@ -348,11 +343,7 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (
-            RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
-            "device-busy",
-            "CUDA_VISIBLE_DEVICES",
-        ),
+        (BUSY, "device-busy", "CUDA_VISIBLE_DEVICES"),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "device-busy", "wait for it"),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "out-of-memory", "out of memory"),
         (MemoryError(), "out-of-memory", "MemoryError"),
@@ -363,11 +354,7 @@ def test_a_warm_start_that_fails_where_the_cold_one_worked_blames_the_caches_and
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out-of-memory", "CUDNN"),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), "failed", "a disk is full"),
         # The remedy, which a long message does not push out.
-        (
-            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/" + "x" * 3000),
-            "failed",
-            "the compiler's caches go there",
-        ),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x" * 1500), "failed", "the compiler's caches go there"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "failed", "a disk is full"),
         (OSError(errno.EROFS, os.strerror(errno.EROFS), "/x"), "failed", "the disk cannot be written"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/of/the/user"), "failed", "/data/of/the/user"),
@@ -386,11 +373,8 @@ def test_a_users_own_file_is_not_called_the_compilers(monkeypatch: pytest.Monkey
 
 
 def test_a_busy_gpu_is_one_line_before_anything_is_measured(tmp_path, settings, monkeypatch):
-    def refuse(worker: Worker, operation: str, **_: Any) -> Any:
-        reply = failure_of(RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable"))
-        raise WorkerFailure(reply["status"], reply["reason"])
-
-    monkeypatch.setattr(Worker, "ask", refuse)
+    reply = failure_of(BUSY)
+    monkeypatch.setattr(Worker, "ask", Mock(side_effect=WorkerFailure(reply["status"], reply["reason"])))
     with pytest.raises(UsageError, match="could not be measured .*another process holds the GPU") as caught:
         begin(tmp_path / "run", settings)
     assert "\n" not in str(caught.value)
@@ -431,17 +415,10 @@ for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--dev
 
 
 def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Worker:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr("benchmarks.startup.Worker", refuse)
+    refusal = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr("benchmarks.startup.Worker", Mock(side_effect=refusal))
     (result,) = rows_of(settings, EAGER).values()
     assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
-
-
-@pytest.fixture
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
@@ -456,8 +433,7 @@ def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
     return entered.wait(0.5)
 
 
-@pytest.mark.usefixtures("own_folder")
-def test_one_run_has_a_gpu_and_others_wait_where_there_is_a_place_for_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_run_has_a_gpu_and_others_wait_where_there_is_a_place_for_locks(own_folder, monkeypatch):
     notes: list[str] = []
     with gpu_alone("GPU-1", notes.append), gpu_alone(None, print):
         assert not gets_in("GPU-1", notes) and gets_in("GPU-2") and gets_in(None)  # of a CPU
@@ -468,8 +444,7 @@ def test_one_run_has_a_gpu_and_others_wait_where_there_is_a_place_for_locks(monk
         assert len(notes) == 1 and "does not wait" in notes[0]
 
 
-@pytest.mark.usefixtures("own_folder")
-def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_user_holds_is_waited_for(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
     def as_another_user(path: Any, flags: int, *rest: Any) -> int:
@@ -482,14 +457,13 @@ def test_what_another_user_holds_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
         assert not gets_in("GPU-1")
 
 
-@pytest.mark.usefixtures("own_folder")
-def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path, own_folder: None) -> None:
     code = (
         "import tempfile, time; from benchmarks.measure import gpu_alone\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "with gpu_alone('GPU-1', print):\n    print('in', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == b"in\n"
     assert not gets_in("GPU-1")
     process.kill()

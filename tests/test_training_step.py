@@ -20,6 +20,14 @@ from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_
 OPTIMIZERS = ["adamw", "sgd", "plain"]
 
 
+def made(
+    model: nn.Module | None = None, loss: Callable[..., Any] = loss_of, optimizer: Any = None, *,
+    device: str = "cpu", kind: str = "adamw", **options: Any,
+) -> TrainingStep:  # fmt: skip
+    model = build(device) if model is None else model
+    return TrainingStep(model, loss, optimizer or optimizer_of(model, kind), **options)
+
+
 def train(step: TrainingStep, batches: Any) -> list[float]:
     return [step(batch).item() for batch in batches]
 
@@ -42,8 +50,7 @@ def test_the_losses_are_those_of_the_plain_loop(kind, captures, clip_norm, count
 
 
 def test_every_loss_is_a_tensor_of_its_own(device: str):
-    model = build(device)
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True)
+    step = made(device=device, cuda_graph=True)
     losses = [step(batch) for batch in draw(8, device=device)]
     assert len({loss.item() for loss in losses}) == 8
     assert not any(loss.requires_grad for loss in losses)
@@ -53,14 +60,13 @@ def test_the_norm_is_that_before_clipping(device: str):
     model, (batch,) = build(device), draw(1, device=device)
     loss_of(model, batch).backward()
     expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    step = TrainingStep(model, loss_of, optimizer_of(model), clip_norm=1e-3)
+    step = made(model, clip_norm=1e-3)
     step(batch)
     torch.testing.assert_close(step.grad_norm, expected)
 
 
 def test_shapes_are_captured_each_and_no_more_than_allowed():
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True, warmup=2, most_graphs=2)
+    step = made(cuda_graph=True, warmup=2, most_graphs=2)
     sizes = [draw(1, rows=rows)[0] for rows in (3, 4, 5)]
     with pytest.warns(TrainingWarning, match=r"2 shapes are captured already.*pad batches") as caught:
         for batch in sizes * 5:
@@ -69,15 +75,11 @@ def test_shapes_are_captured_each_and_no_more_than_allowed():
     assert len(step.captured) == 2
 
 
-# --- what is not finite ---
-
-
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_bad_loss_is_reported_with_its_step_and_changes_nothing(device: str, kind: str, captures: bool):
-    model = build(device)
-    optimizer = optimizer_of(model, kind)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=captures, report_every=1000)
+    step = made(device=device, kind=kind, cuda_graph=captures, report_every=1000)
+    model, optimizer = step.model, step.optimizer
     batches = draw(12, device=device)
     train(step, batches[:6])
     weights = [parameter.clone() for parameter in model.parameters()]
@@ -98,15 +100,14 @@ def test_a_bad_loss_is_reported_with_its_step_and_changes_nothing(device: str, k
 # An optimizer that cannot skip is never given a bad gradient.
 @pytest.mark.parametrize(("kind", "after"), [*((kind, 0) for kind in OPTIMIZERS), ("plain", 1)])
 def test_a_bad_loss_is_reported_at_once_where_it_is_the_first_or_cannot_be_skipped(kind: str, after: int):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model, kind))
+    step = made(kind=kind)
     *before, (x, y) = draw(1 + after)
     train(step, before)
-    weights = [parameter.clone() for parameter in model.parameters()]
+    weights = [parameter.clone() for parameter in step.model.parameters()]
     with pytest.raises(NonFiniteError, match=f"step {1 + after}"):
         step((x * float("nan"), y))
-    torch.testing.assert_close(list(model.parameters()), weights, rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.testing.assert_close(list(step.model.parameters()), weights, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in step.model.parameters())
     assert step((x, y)).isfinite()
 
 
@@ -114,15 +115,13 @@ def test_a_bad_gradient_of_a_finite_loss_is_noticed_where_the_norm_is_known():
     def root(model: nn.Module, x: Tensor) -> Tensor:
         return (model(x) * 0).sum().sqrt()
 
-    model = build()
-    step = TrainingStep(model, root, optimizer_of(model), clip_norm=1.0)
+    step = made(loss=root, clip_norm=1.0)
     with pytest.raises(NonFiniteError, match=r"a gradient is not finite \(the loss is 0\)"):
         step(torch.ones(2, 8))
 
 
 def test_reports_come_in_strides():
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), report_every=4)
+    step = made(report_every=4)
     batches = draw(8)
     batches[5] = (batches[5][0] * float("nan"), batches[5][1])
     with pytest.raises(NonFiniteError, match="step 6"):
@@ -131,32 +130,26 @@ def test_reports_come_in_strides():
     assert step.steps == 8
 
 
-# --- half precision ---
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_trains_like_single(device: str, dtype: torch.dtype):
     batches = draw(40, device=device)
     losses = {}
     for autocast in (None, dtype):
-        model = build(device)
-        step = TrainingStep(model, loss_of, optimizer_of(model), autocast=autocast, cuda_graph=True, clip_norm=1.0)
+        step = made(device=device, autocast=autocast, cuda_graph=True, clip_norm=1.0)
         losses[autocast] = train(step, batches)
-        assert next(model.parameters()).dtype is torch.float32
+        assert next(step.model.parameters()).dtype is torch.float32
     assert losses[dtype] != losses[None]
     assert losses[dtype] == pytest.approx(losses[None], abs=0.05)
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 def test_an_overflow_of_scaled_gradients_is_skipped_and_the_scale_lowered(device: str, captures: bool):
-    model = build(device)
-    optimizer = optimizer_of(model)
-    step = TrainingStep(model, loss_of, optimizer, autocast=torch.float16, cuda_graph=captures)
+    step = made(device=device, autocast=torch.float16, cuda_graph=captures)
     step.scaler = torch.amp.GradScaler(device, init_scale=2.0**40)
     train(step, draw(60, device=device))
     step.check()
     assert step.scaler.get_scale() < 2.0**30
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert all(parameter.isfinite().all() for parameter in step.model.parameters())
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
@@ -184,8 +177,7 @@ def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(device, ca
 
 
 def test_bad_losses_of_all_rehearsals_are_not_captured(monkeypatch: pytest.MonkeyPatch):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=True, warmup=2)
+    step = made(cuda_graph=True, warmup=2)
     x, y = draw(1)[0]
     for _ in range(4):
         with pytest.raises(NonFiniteError):
@@ -215,9 +207,6 @@ def test_an_infinite_loss_of_finite_gradients_is_left_out_of_scaled_training_too
         step.check()
 
 
-# --- capture ---
-
-
 def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch: pytest.MonkeyPatch):
     model = build(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)  # has no state, ever
@@ -230,15 +219,13 @@ def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch:
 
 
 def test_a_cpu_is_not_captured_unless_asked():
-    model = build()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step = TrainingStep(model, loss_of, optimizer_of(model))
+        step = made()
     train(step, draw(5))
     assert not step.captured
-    assert capture_obstacles(model, optimizer_of(model)) == [
-        "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
-    ]
+    (obstacle,) = capture_obstacles(step.model, step.optimizer)
+    assert obstacle == "the parameters are on cpu; a CUDA graph needs one GPU: model.to('cuda')"
 
 
 @pytest.mark.parametrize(("where", "found"), [("cpu", ["on the CPU"]), ("cuda", [])])
@@ -280,8 +267,7 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
     batches = draw(8, device="cuda")
     expected_model = build("cuda")
     expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
-    model = build("cuda")
-    step = TrainingStep(model, waits, optimizer_of(model))
+    step = made(loss=waits, device="cuda")
     with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py") as caught:
         losses = train(step, batches)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -289,8 +275,8 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
     assert not step.captured
 
 
-class Activation:
-    """Something that the loss holds."""
+class Opaque:
+    """What a loss may hold, and what a CUDA graph could not be given anew."""
 
 
 def fail_captures(monkeypatch: pytest.MonkeyPatch, after: Callable[..., Any] | None = None) -> list[Any]:
@@ -298,7 +284,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, after: Callable[..., Any] | N
     held: list[Any] = []
 
     def capture(fn: Callable[..., Any], buckets: list[Any], **options: Any) -> None:
-        activation = Activation()
+        activation = Opaque()
         held.append(weakref.ref(activation))
         try:
             if after is not None:
@@ -311,27 +297,21 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, after: Callable[..., Any] | N
     return held
 
 
-def fail_captures_in_the_update(monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer) -> None:
+def test_a_capture_that_fails_is_an_error_at_every_try_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
     def run(fn: Callable[..., Any], batches: tuple[Any, ...]) -> None:
         with monkeypatch.context() as inside:
-            inside.setattr(optimizer, "step", lambda *_, **__: pytest.fail("not permitted while capturing"))
+            inside.setattr(step.optimizer, "step", lambda *_, **__: pytest.fail("not permitted while capturing"))
             with pytest.raises(pytest.fail.Exception):
                 fn(*batches)
 
     fail_captures(monkeypatch, run)
-
-
-def test_a_capture_that_fails_is_an_error_at_every_try_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    model = build()
-    optimizer = optimizer_of(model)
-    fail_captures_in_the_update(monkeypatch, optimizer)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    step = made(cuda_graph=True)
     batches = draw(6)
     train(step, batches[:3])
     for batch in batches[3:]:
         with pytest.raises(CaptureError, match="capture failed: no reason"):
             step(batch)
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in step.model.parameters())
 
 
 def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypatch: pytest.MonkeyPatch):
@@ -345,8 +325,7 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
         alive.extend(ref() is not None for ref in held)
         return loss_of(model, batch)
 
-    model = build()
-    step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
+    step = made(loss=loss, cuda_graph=True)
     step._must_capture = False  # as on a GPU where nothing was said
     with pytest.warns(TrainingWarning, match=r"without a CUDA graph: float32.*: capture failed: no reason") as caught:
         losses = train(step, batches)
@@ -354,10 +333,6 @@ def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypat
     assert [warning.filename for warning in caught] == [__file__]
     # Short of memory is why most captures fail.
     assert alive == [False] * 5
-
-
-class Opaque:
-    """What a CUDA graph could not be given anew."""
 
 
 @pytest.mark.parametrize("make", [Opaque, lambda: numpy.zeros(1), lambda: torch.ones(1, requires_grad=True)])
@@ -368,8 +343,7 @@ def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callab
     batches = draw(6)
     expected_model = build()
     expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
-    model = build()
-    step = TrainingStep(model, loss, optimizer_of(model), cuda_graph=True)
+    step = made(loss=loss, cuda_graph=True)
     with pytest.raises(CaptureError, match="the step cannot be captured: .*input .*; make batches of dense tensors"):
         step((batches[0], make()))
     step._must_capture = False  # as on a GPU where nothing was said
@@ -389,11 +363,10 @@ def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callab
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_history_that_outlives_its_step_is_named():
-    model = build("cuda")
-    step = TrainingStep(model, loss_of, optimizer_of(model))
+    step = made(device="cuda")
     batches = draw(8, device="cuda")
     train(step, batches[:3])
-    held = [parameter.clone() for parameter in model.parameters()]
+    held = [parameter.clone() for parameter in step.model.parameters()]
     with pytest.warns(TrainingWarning, match=r"holds the history of a parameter.*\.detach\(\)"):
         step(batches[3])
     assert len(held) and step(batches[4]).isfinite()
@@ -403,8 +376,7 @@ def test_a_history_that_outlives_its_step_is_named():
 def test_memory_between_steps_holds_no_gradients():
     before = torch.cuda.memory_allocated()
     model = nn.Linear(1024, 1024, device="cuda")
-    optimizer = optimizer_of(model)
-    step = TrainingStep(model, lambda model, x: model(x).square().mean(), optimizer, cuda_graph=False)
+    step = made(model, lambda model, x: model(x).square().mean(), cuda_graph=False)
     x = torch.randn(8, 1024, device="cuda")
     step(x)
     torch._C._cuda_clearCublasWorkspaces()  # the library's own memory is no gradient
@@ -412,26 +384,17 @@ def test_memory_between_steps_holds_no_gradients():
     assert torch.cuda.memory_allocated() - before < 3.6 * weights  # weights and two moments
 
 
+def setting(**values: Any) -> Callable[[Any, Any], Any]:
+    return lambda model, optimizer: optimizer.param_groups[0].update(values)
+
+
+OTHERS_LEARN = r"other parameters learn than when the step was captured: call step\.release\(\)"
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    **{
-        name: (
-            lambda model, optimizer, name=name: optimizer.param_groups[0].update({name: 0.5}),
-            rf"{name} of parameter group 0 was .* and is 0\.5 now.*release",
-        )
-        for name in ("weight_decay", "lr")
-    },
-    "betas": (
-        lambda model, optimizer: optimizer.param_groups[0].update(betas=(0.5, 0.9)),
-        r"betas of parameter group 0 was .*cycle_momentum=False",
-    ),
-    "group": (
-        lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}),
-        r"other parameters learn .*: call step.release\(\)",
-    ),
-    "frozen": (
-        lambda model, optimizer: model[0].requires_grad_(False),
-        r"other parameters learn than when the step was captured: .*step\.release\(\)",
-    ),
+    "weight_decay": (setting(weight_decay=0.5), r"weight_decay of parameter group 0 was .* and is 0\.5 now.*release"),
+    "lr": (setting(lr=0.5), r"lr of parameter group 0 was .* and is 0\.5 now.*release"),
+    "betas": (setting(betas=(0.5, 0.9)), r"betas of parameter group 0 was .*cycle_momentum=False"),
+    "group": (lambda _, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(()))]}), OTHERS_LEARN),
+    "frozen": (lambda model, _: model[0].requires_grad_(False), OTHERS_LEARN),
     "replaced": (
         lambda model, optimizer: setattr(model[0], "weight", nn.Parameter(model[0].weight.detach().clone())),
         "moved or replaced since capture",
@@ -442,22 +405,18 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_captured_step_refuses_what_changed_since(name: str):
     change, words = CHANGES[name]
-    model = build()
-    optimizer = optimizer_of(model)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    step = made(cuda_graph=True)
+    model = step.model
     batches = draw(8)
     train(step, batches[:5])
     assert step.captured
-    change(model, optimizer)
+    change(model, step.optimizer)
     with pytest.raises(RuntimeError, match=words):
         step(batches[5])
     step.release()
     before = model[0].weight.detach().clone()
     assert step(batches[6]).isfinite() and not step.captured
     assert torch.equal(model[0].weight, before) == (name in ("frozen", "replaced"))
-
-
-# --- steps that are cut off ---
 
 
 @pytest.mark.parametrize("autocast", [None, torch.float16], ids=str)
@@ -474,28 +433,19 @@ def test_a_step_that_was_cut_off_leaves_nothing_behind(autocast: torch.dtype | N
     batches, (bad,) = draw(6), draw(1, seed=1)
     losses = []
     for cut_off in (False, True):
-        model = build()
-        optimizer = optimizer_of(model)
-        step = TrainingStep(model, loss, optimizer, autocast=autocast, clip_norm=0.5)
+        step = made(loss=loss, autocast=autocast, clip_norm=0.5)
         found = [step(batch) for batch in batches[:3]]
         if cut_off and where == "loss":
             with pytest.raises(KeyboardInterrupt):
                 step(batches[3], bad)
         elif cut_off:
-            handle = optimizer.register_step_pre_hook(fail)
+            handle = step.optimizer.register_step_pre_hook(fail)
             with pytest.raises(KeyboardInterrupt):
                 step(batches[3])
             handle.remove()
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in step.model.parameters())
         losses.append([each.item() for each in [*found, *(step(batch) for batch in batches[3:])]])
     assert losses[0] == losses[1]
-
-
-# --- refusals ---
-
-
-def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -> TrainingStep:
-    return TrainingStep(model, loss, optimizer_of(model), **options)
 
 
 @pytest.mark.parametrize(
@@ -508,11 +458,9 @@ def made(model: nn.Module, loss: Callable[..., Any] = loss_of, **options: Any) -
         (lambda m: made(m, report_every=0), "report_every is 0, expected a positive integer"),
         (lambda m: made(m, most_graphs=0), "most_graphs is 0, expected a positive integer"),
         (lambda m: made(m.eval()), r"Sequential is in eval mode: call model\.train\(\) first"),
-        (lambda m: TrainingStep(m, loss_of, optimizer_of(build())), r"has none of the 4 parameters of this Sequential"),
-        (
-            lambda m: TrainingStep(nn.Identity(), loss_of, optimizer_of(m)),
-            r"has none of the 0 parameters of this Identity",
-        ),
+        (lambda m: made(m, optimizer=optimizer_of(build())), "has none of the 4 parameters of this Sequential"),
+        (lambda m: made(nn.Identity(), optimizer=optimizer_of(m)), "has none of the 0 parameters of this Identity"),
+        (lambda m: made(m, optimizer=torch.optim.LBFGS(m.parameters())), r"LBFGS\.step\(\) needs a closure"),
         (lambda m: made(m.requires_grad_(False))(draw(1)[0]), "depends on no parameter that learns"),
         (lambda m: made(m)(), "at least one batch"),
         (
@@ -534,13 +482,7 @@ def test_what_cannot_train_is_refused(call: Callable[[nn.Module], Any], message:
 def test_several_optimizers_are_refused():
     model = build()
     with pytest.raises(TypeError, match=r"optimizer is a list, expected one torch\.optim\.Optimizer"):
-        TrainingStep(model, loss_of, [optimizer_of(model)] * 2)
-
-
-def test_an_optimizer_that_needs_a_closure_is_refused():
-    model = build()
-    with pytest.raises(ValueError, match=r"LBFGS\.step\(\) needs a closure"):
-        TrainingStep(model, loss_of, torch.optim.LBFGS(model.parameters()))
+        made(model, optimizer=[optimizer_of(model)] * 2)
 
 
 def test_parameters_that_the_optimizer_lacks_are_named(recwarn: pytest.WarningsRecorder):
@@ -555,14 +497,13 @@ def test_parameters_that_the_optimizer_lacks_are_named(recwarn: pytest.WarningsR
 
 @pytest.mark.parametrize("captures", [False, True], ids=["uncaptured", "captured"])
 def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: bool):
-    model = build()
-    step = TrainingStep(model, loss_of, optimizer_of(model), cuda_graph=captures)
+    step = made(cuda_graph=captures)
     batches = draw(6)
     train(step, batches[:5])
-    model.eval()
+    step.model.eval()
     with pytest.raises(ValueError, match=r"Sequential is in eval mode: call model\.train\(\) first"):
         step(batches[5])
-    model.train()
+    step.model.train()
     assert step(batches[5]).isfinite() and step.steps == 6
 
 
@@ -570,7 +511,7 @@ def test_a_step_after_an_evaluation_is_refused_until_the_model_trains(captures: 
 def test_a_step_is_freed_before_its_optimizer():
     model = build()
     optimizer = optimizer_of(model)
-    step = TrainingStep(model, loss_of, optimizer, cuda_graph=True)
+    step = made(model, optimizer=optimizer, cuda_graph=True)
     train(step, draw(5))
     gone = weakref.ref(step)
     del step
