@@ -61,8 +61,9 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "trying to differentiate twice what is once_differentiable: the gradient is a kernel's, which has none of "
-            "its own; compute it without create_graph=True"
+            "trying to differentiate twice what is once_differentiable: the gradient is a kernel's or a compiled "
+            "region's, which has none of its own; compute it without create_graph=True, or zoo.uncompile(model) where "
+            "no kernel is in it"
         )
 
 
