@@ -137,35 +137,37 @@ def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     nodes = list(traced.graph.nodes)
-    placeholders = traced.graph.find_nodes(op="placeholder")
+    given = traced.graph.find_nodes(op="placeholder")[inputs:]  # gradients of the outputs that learn
     for node in nodes:
         node.meta["example_value"] = node.meta.get("val")
+        if node in given:
+            del node.meta["of_forward"]
     results, found = nodes[-1].args[0][: len(learns)], nodes[-1].args[0][len(learns) :]
     of_backward: set[fx.Node] = set()
     for node in reversed(nodes[:-1]):
         if not node.meta.get("of_forward") or (is_view(node) and not of_backward.isdisjoint(node.users)):
             of_backward.add(node)
     read = {each for node in of_backward for each in node.all_input_nodes} | set(found)
-    saved = [node for node in nodes if node in read and node not in of_backward and node not in placeholders[inputs:]]
+    saved = [node for node in nodes if node in read and node not in of_backward]
 
     forward, backward = fx.Graph(), fx.Graph()
     there: dict[fx.Node, fx.Node] = {}
     for node in nodes[:-1]:
-        if node.meta.get("of_forward") and node not in placeholders[inputs:]:
+        if node.meta.get("of_forward"):
             there[node] = forward.node_copy(node, there.__getitem__)
     tensors = [node for node in saved if isinstance(node.meta["val"], Tensor)]
     numbers = [node for node in saved if node not in tensors]
     forward.output(fx.node.map_arg((tuple(results), tuple(tensors), tuple(numbers)), there.__getitem__))
 
-    given = iter(placeholders[inputs:])
-    taken = [next(given) if learned else None for learned in learns]
+    grads = iter(given)
+    taken = [next(grads) if learned else None for learned in learns]
     there = {}
     for place, node in enumerate([*taken, *tensors, *numbers]):
         new = backward.placeholder(f"x{place}")
         if node is not None:
             new.meta, there[node] = node.meta, new
     for node in nodes[:-1]:
-        if node in of_backward:
+        if node in of_backward and node not in given:
             there[node] = backward.node_copy(node, there.__getitem__)
     backward.output(fx.node.map_arg(tuple(found), there.__getitem__))
     for half in (forward, backward):  # gradients of outputs that an autograd function does not read are zeros

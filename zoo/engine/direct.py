@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zoo.engine.autograd import Halves, differentiable_once, is_view, trace_halves
+from zoo.engine.autograd import differentiable_once, is_view, trace_halves
 from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
@@ -33,17 +33,19 @@ Run = Callable[..., Any]
 _LIBRARY = {torch.conv2d, F.linear, F.scaled_dot_product_attention, operator.matmul, "addmm_"} | {
     *(torch.mm, torch.bmm, torch.matmul, torch.addmm, torch._addmm_activation, torch.baddbmm),
 }
-# What moves no data: functions, and methods by name. ``contiguous`` copies nothing where the layout is right already.
-_VIEWS = {operator.getitem, torch.empty, torch.empty_like, torch.ops.aten._unsafe_view.default} | {
-    *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "new_empty", "permute", "reshape"),
-    *("select", "size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
-}
-
-
 _aten = torch.ops.aten
 _ALLOCATIONS = {torch.empty, torch.empty_like, "new_empty", _aten.empty.memory_format, _aten.empty_like.default} | {
     *(_aten.empty_strided.default, _aten.new_empty.default, _aten.new_empty_strided.default),
 }
+# What moves no data: functions, and methods by name. ``contiguous`` copies nothing where the layout is right already.
+_VIEWS = (
+    _ALLOCATIONS
+    | {operator.getitem, _aten._unsafe_view.default}
+    | {
+        *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "permute", "reshape", "select"),
+        *("size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+    }
+)
 
 
 class DirectOrInductor(torch._TorchCompileInductorWrapper):
@@ -156,12 +158,16 @@ def _view_once(graph: fx.Graph) -> None:
 
 def _source(node: fx.Node) -> fx.Node | None:
     """The tensor that a node views, perhaps as one of several views."""
-    if not (node.target in _VIEWS or is_view(node)) or not node.args or not isinstance(node.args[0], fx.Node):
+    if not _moves_nothing(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source: Any = node.args[0]
-    if node.target is operator.getitem and (source.target in _VIEWS or is_view(source)) and source.args:
+    if node.target is operator.getitem and _moves_nothing(source) and source.args:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), Tensor) else None
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    return node.target in _VIEWS or is_view(node)
 
 
 def _has_fixed_layout(tensor: Tensor) -> bool:
@@ -178,9 +184,8 @@ def _replace(graph: fx.Graph, node: fx.Node, call: Any, args: tuple[Any, ...], n
 
 
 def _erase_unread_views(graph: fx.Graph) -> None:
-    views = {*_VIEWS, *_ALLOCATIONS, _compilers_own("_reinterpret_tensor")}
     for node in reversed(graph.nodes):
-        if not node.users and (node.target in views or is_view(node)):
+        if not node.users and (_moves_nothing(node) or node.target is _compilers_own("_reinterpret_tensor")):
             graph.erase_node(node)
 
 
@@ -287,7 +292,8 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
     if (switches or torch.is_grad_enabled()) and any(each.requires_grad for each in tensors):
         if switches or (halves := trace_halves(graph)) is None:
             return None
-        run = _function(line(halves.forward), line(halves.backward, boxed=True), halves.learns, _layouts(halves))
+        read = [bool(each.users) for each in halves.backward.graph.find_nodes(op="placeholder")]
+        run = _function(line(halves.forward), line(halves.backward, boxed=True), read, halves.learns)
     else:
         run = line(graph)
     if kernels:
@@ -295,17 +301,6 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
 
         compile_together(kernels)
     return run
-
-
-def _layouts(halves: Halves) -> list[Any] | None:
-    """Layouts of the outputs whose gradients the backward reads, None for the others; None if sizes are symbols."""
-    (output,) = halves.forward.graph.find_nodes(op="output")
-    values = [each.meta["example_value"] for each in output.args[0][0]]
-    if not all(map(_has_fixed_layout, values)):
-        return None
-    grads = halves.backward.graph.find_nodes(op="placeholder")
-    both = zip(grads, values, strict=False)
-    return [((*x.shape,), x.stride(), x.dtype, x.device) if grad.users else None for grad, x in both]
 
 
 def recorded(maker: Callable[..., Run]) -> Run:
@@ -444,12 +439,8 @@ def _described(argument: Any, tile: list[int] | None = None) -> Any:
 
 
 @recorded
-def _function(forward: Run, backward: Run, learns: Sequence[bool], layouts: Sequence[Any] | None) -> Run:
-    """An autograd function of two halves.
-
-    ``layouts`` are those of the outputs, None where sizes are symbols; in it an output whose gradient is not read is
-    None.
-    """
+def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequence[bool]) -> Run:
+    """An autograd function of two halves; ``read`` says which of its arguments the backward reads."""
     constant = [place for place, learned in enumerate(learns) if not learned]
 
     class Function(torch.autograd.Function):
@@ -458,7 +449,7 @@ def _function(forward: Run, backward: Run, learns: Sequence[bool], layouts: Sequ
             with torch._C._DisableAutocast():  # the trace has its casts
                 outputs, tensors, ctx.numbers = forward(*args)
             ctx.save_for_backward(*tensors)
-            ctx.layouts = layouts or [*map(_layout, outputs)]
+            ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
             ctx.mark_non_differentiable(*(outputs[place] for place in constant))
             # Zeros for the gradients of outputs that nobody reads would be a launch each.
             ctx.set_materialize_grads(False)
@@ -467,7 +458,9 @@ def _function(forward: Run, backward: Run, learns: Sequence[bool], layouts: Sequ
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
-            given = [*map(_laid_out, grads, ctx.layouts), *ctx.saved_tensors, *ctx.numbers]
+            gradients = zip(grads, ctx.layouts, read, strict=False)
+            laid_out = (_laid_out(grad, *layout) if is_read else None for grad, layout, is_read in gradients)
+            given = [*laid_out, *ctx.saved_tensors, *ctx.numbers]
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
             with torch._C._DisableAutocast():
                 return backward(given)
@@ -478,15 +471,8 @@ def _function(forward: Run, backward: Run, learns: Sequence[bool], layouts: Sequ
     return apply
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _laid_out(grad: Tensor | None, layout: tuple[Any, ...] | None) -> Tensor | None:
+def _laid_out(grad: Tensor | None, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A gradient in the layout of its output: the backward was traced for no other."""
-    if layout is None:
-        return None
-    shape, stride, dtype, device = layout
     if grad is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
     return grad if grad.stride() == stride else grad.new_empty_strided(shape, stride).copy_(grad)

@@ -95,8 +95,8 @@ class TrainingStep:
         validate.count("report_every", report_every)
         validate.count("most_graphs", most_graphs)
         self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.device = next(model.parameters()).device
         self._parameters = list(model.parameters())
+        self.device = self._parameters[0].device
         self.steps = 0
         self.scaler = torch.amp.GradScaler(self.device.type) if autocast is torch.float16 else None
         self._autocast, self._clip_norm = autocast, clip_norm
