@@ -115,6 +115,19 @@ def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) 
     assert output.requires_grad == expected.requires_grad and output.dtype == expected.dtype
 
 
+def test_layers_that_are_unfrozen_after_some_steps_learn() -> None:
+    model = blocks(8, 8, backend="aot_eager")
+    for block in model:
+        block.inner.requires_grad_(False)
+    x = torch.randn(3, 8)
+    for _ in range(3):  # guards look closer in the first calls than later
+        model[1](model[0](x)).sum().backward()
+    model.zero_grad()
+    model.requires_grad_(True)
+    model[1](model[0](x)).sum().backward()
+    assert [name for name, param in model.named_parameters() if param.grad is None] == []
+
+
 @pytest.mark.parametrize(
     "mode",
     [

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from zoo.engine.compat import full_guards
 from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
@@ -79,10 +80,11 @@ class RegionCall:
         self._varied: frozenset[str] = frozenset()
         if lifted and dynamic is False:
             dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
-        self._class_forward = self.forward = type(module).forward
+        self._class, self._class_forward = own_class(module), type(module).forward
+        self.forward = self._class_forward
         self._fullgraph, self._dynamic = fullgraph, dynamic
-        if forward_in_torch_nn(own_class(module)):
-            self.forward = _forward_of_ours(own_class(module))  # type: ignore[arg-type]
+        if forward_in_torch_nn(self._class):
+            self.forward = _forward_of_ours(self._class)  # type: ignore[arg-type]
         # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
@@ -124,8 +126,7 @@ class RegionCall:
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
             return module._call_impl(*args, **kwargs)
-        sharded = own_class(module) is not type(module) and not self._in_hooks
-        if sharded and self.forward is self._class_forward and "forward" not in module.__dict__:
+        if type(module) is not self._class and self._is_sharded(module):
             return self._inside_hooks(module, args, kwargs)
         lifted = self._lifted
         try:
@@ -148,6 +149,11 @@ class RegionCall:
             self.on_call(module)
         return result
 
+    def _is_sharded(self, module: nn.Module) -> bool:
+        """Whether FSDP2 made another class of the module's, with hooks that do not run yet."""
+        sharded = own_class(module) is not type(module) and not self._in_hooks
+        return sharded and self.forward is self._class_forward and "forward" not in module.__dict__
+
     def _inside_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FSDP2's hooks, which gather weights before the forward and free them after it, as in eager mode."""
 
@@ -166,30 +172,25 @@ class RegionCall:
             module.__dict__.pop("forward", None)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self._direct(module, args, kwargs) if self.entries else _NOT_RUN
-        if result is _NOT_RUN:
-            return self._by_dynamo(module, args, kwargs)
-        if self.idle_watch is not None:
-            self.idle_watch.note()
-        return result
-
-    def _direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entries = self.entries.get(_shapes(args))
-        if entries is None or self._needs_dynamo(module):
-            return _NOT_RUN
-        arguments = self._bind(module, args, kwargs)
-        for guards, run, _ in entries:
-            # Dynamo empties what it has dropped: after a reset, or when an object that it compared by identity is gone.
-            if guards.cache_entry is not None and guards.check(arguments):
-                return run(module, *args, **kwargs)
-        return _NOT_RUN
+        if entries is not None and not self._needs_dynamo(module):
+            arguments = self._bind(module, args, kwargs)
+            for guards, run, _ in entries:
+                # Dynamo empties what it has dropped: after a reset, or when an object that it compared by identity is
+                # gone.
+                if guards.cache_entry is not None and guards.check(arguments):
+                    result = run(module, *args, **kwargs)
+                    if self.idle_watch is not None:
+                        self.idle_watch.note()
+                    return result
+        return self._by_dynamo(module, args, kwargs)
 
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
-        patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
+        patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
         with _patching, patch, tracing(to_run=self._runs_directly):
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Asked before the call, which may change what guards read: a cache that it writes to.
@@ -334,9 +335,6 @@ class RegionCall:
             or self.forward.__defaults__ is not self._default_values
             or has_stance()
         )
-
-
-_NOT_RUN = object()
 
 
 def has_stance() -> bool:

@@ -11,6 +11,7 @@ import torch
 
 OLDEST_TORCH = (2, 11)
 FALLBACKS_ARE_LAZY = (2, 15)  # the first release seen to
+GUARDS_SEE_TENSORS = (2, 14)  # the first release seen to
 
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
@@ -61,3 +62,12 @@ def name_fallbacks_alone() -> None:
     exc = sys.modules.get("torch._inductor.exc")
     if exc is not None and _TORCH < FALLBACKS_ARE_LAZY:
         exc.OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: f"  target: {target}")
+
+
+def full_guards() -> dict[str, Any]:
+    """Settings of Dynamo under which guards see that a parameter was cast, frozen or unfrozen in place.
+
+    2.11 looks at no tensor of a module whose dicts are as they were (pytorch 177525): a layer that is unfrozen after
+    its first steps would get no gradients, without a word.
+    """
+    return {} if _TORCH >= GUARDS_SEE_TENSORS else {"skip_tensor_guards_with_matching_dict_tags": False}
