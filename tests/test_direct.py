@@ -137,6 +137,26 @@ def test_a_launch_knows_the_tensors_that_the_graph_allocates(launches, monkeypat
     assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
 
 
+def test_what_a_kernel_fills_is_allocated_as_it_is_viewed(launches, monkeypatch):
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided, raising=False)
+    sources: list[str] = []
+    monkeypatch.setattr(direct, "_program", lambda source, _: sources.append(source))
+
+    def images(x: Tensor, scale: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1).reshape(-1, 16)
+        return launch(rows, scale).view(3, 2, 2, 16).permute(0, 3, 1, 2)
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        direct._straight_line(graph, torch.device("cpu"), [])
+        return lambda x, scale: (x * scale.view(-1, 1, 1),)
+
+    x = torch.randn(3, 16, 2, 2).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        compiled(images, compile_graph)(x, torch.ones(16))
+    (source,) = sources
+    assert "((3, 16, 2, 2), (64, 1, 32, 16), torch.float32)" in source and "_reinterpret_tensor" not in source
+
+
 def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
     """Compile a function to straight-line code, compare its result, and name what the code calls."""
     names: list[str] = []

@@ -202,6 +202,22 @@ def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
     return value if _has_fixed_layout(value) and value.device == gpu else None
 
 
+def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
+    """Allocate what a kernel fills in the layout that it is viewed in: the kernel asks for its address alone."""
+    view = _compilers_own("_reinterpret_tensor")
+    for node in graph.nodes:
+        views = [each for each in node.users if each.target is view]
+        if not views or (like := _allocated(node, gpu)) is None:
+            continue
+        viewed = views[0].meta["example_value"]
+        rest = [each for each in node.users if each.target is not view]
+        by_address = all(_launches(each) and not each.kwargs["tma_descriptor_metadata"] for each in rest)
+        if by_address and like.untyped_storage().nbytes() == viewed.numel() * viewed.element_size():
+            node.meta["example_value"] = viewed
+            views[0].replace_all_uses_with(node)
+            graph.erase_node(views[0])
+
+
 def _call_libraries(graph: fx.Graph) -> None:
     """Convolutions, and ``F.linear`` on rows, as the call behind them.
 
@@ -342,6 +358,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
         node.target = pow  # FX writes the other as -1 ** n, which is -(1 ** n)
     _call_libraries(graph.graph)
     _view_once(graph.graph)
+    _allocate_as_viewed(graph.graph, gpu)
     for node in list(graph.graph.nodes):
         args: Any
         named: dict[str, Any] = {}

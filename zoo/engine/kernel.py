@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -109,14 +108,6 @@ def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
     return value if tile is None else TensorDescriptor.from_tensor(tensor, tile)
 
 
-def _placed(values: Sequence[Any], arguments: list[Any], positions: list[int]) -> list[Any]:
-    """``arguments`` with ``values`` at these positions."""
-    placed = arguments.copy()
-    for position, value in zip(positions, values, strict=True):
-        placed[position] = value
-    return placed
-
-
 class Kernel(JITFunction):  # type: ignore[misc]
     """A Triton kernel whose launches are kept.
 
@@ -172,41 +163,44 @@ class Kernel(JITFunction):  # type: ignore[misc]
         Those for which ``tiles`` has a shape are read by tiles of it. Their kinds may not change, and their device is
         the current one in each call. It takes half the host's time of ``kernel[grid](...)``.
         """
-        found: tuple[Any, ...] | None = None
-        x, y, z = (*grid, 1, 1)[:3]
         driver = triton.runtime.driver.active
-        # Tensors come first in most kernels: their addresses are then followed by what is the same in each launch.
-        leading = positions == [*range(len(positions))]
-        tiles = tiles or [None] * len(positions)
-        any_tiles = any(tiles)
+        tile_of = dict(zip(positions, tiles or [None] * len(positions), strict=True))
+        values = [*arguments, *self._unnamed(len(arguments), options)]
 
-        def launch(*tensors: Tensor) -> None:
-            nonlocal found
-            addresses: list[Any] = [*map(Tensor.data_ptr, tensors)]
-            aligned = not functools.reduce(operator.or_, addresses) % 16
-            if found is None or not aligned or self._is_watched():
-                given = _placed([*map(by_tile, tensors, tensors, tiles)], arguments, positions)
-                if found is None and aligned:
-                    found = kept(self.run(*given, grid=grid, warmup=False, **options))
-                else:
-                    self.launch(grid, *given, **options)
-                return
-            if any_tiles:
-                addresses = [*map(by_tile, addresses, tensors, tiles)]
-            if not leading:
-                addresses = _placed(addresses, arguments, positions)
-            run, function, metadata, rest, device = found
-            run(x, y, z, driver.get_current_stream(device), function, metadata, None, None, None, *addresses, *rest)
+        def launch_anew(*tensors: Tensor) -> None:
+            given = [*arguments]
+            for position, tensor in zip(positions, tensors, strict=True):
+                given[position] = by_tile(tensor, tensor, tile_of[position])
+            aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
+            if names["run"] is not None or not aligned:
+                self.launch(grid, *given, **options)
+            elif hasattr(compiled := self.run(*given, grid=grid, warmup=False, **options), "packed_metadata"):
+                names.update(
+                    run=compiled.run, function=compiled.function, metadata=compiled.packed_metadata,
+                    device=driver.get_current_device(),
+                )  # fmt: skip
 
-        def kept(compiled: Any) -> tuple[Any, ...] | None:
-            """What later launches need of the kernel that Triton returned, if it returned one."""
-            if not hasattr(compiled, "packed_metadata"):
-                return None
-            rest = arguments[len(positions) :] if leading else []
-            rest += self._unnamed(len(arguments), options)
-            return compiled.run, compiled.function, compiled.packed_metadata, rest, driver.get_current_device()
-
-        return launch
+        # Written out, since the host spends half of a launch in loops over its arguments otherwise.
+        passed = [f"a{place}" if place in tile_of else f"v{place}" for place in range(len(values))]
+        for place in (each for each, tile in tile_of.items() if tile):
+            passed[place] = f"by_tile(a{place}, t{place}, tile_of[{place}])"
+        tensors = ", ".join(f"t{place}" for place in positions)
+        source = f"""
+def launch({tensors}):
+    {"; ".join(f"a{place} = t{place}.data_ptr()" for place in positions)}
+    if run is None or ({" | ".join(f"a{place}" for place in positions)}) % 16 or is_watched():
+        launch_anew({tensors})
+    else:
+        run({", ".join(map(str, (*grid, 1, 1)[:3]))}, stream(device), function, metadata, None, None, None,
+            {", ".join(passed)})
+"""
+        names: dict[str, Any] = {
+            "__name__": __name__, "run": None, "launch_anew": launch_anew, "is_watched": self._is_watched,
+            "stream": driver.get_current_stream, "by_tile": by_tile, "tile_of": tile_of,
+            **{f"v{place}": value for place, value in enumerate(values)},
+        }  # fmt: skip
+        exec(compile(source, f"<launch of {self.fn.__name__}>", "exec"), names)
+        return names["launch"]  # type: ignore[no-any-return]
 
     def _described(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any]]:
         """What Triton compiles a launch for, None where no launch is kept; and the arguments, tensors by address."""
