@@ -67,6 +67,9 @@ def _launches(
         return []
     rate = None if _is_on_host(group["lr"]) else group["lr"]
     params, grads, averages, squares, _, counts = tensors
+    small = sum(map(Tensor.numel, params)) < LARGE
+    if small and all(map(_are_of_one_dtype, params, grads, averages, squares)):
+        return []
     alike: dict[Any, list[int]] = {}
     for index, each in enumerate(zip(params, grads, averages, squares, strict=True)):
         param, count = params[index], counts[index]
@@ -78,11 +81,12 @@ def _launches(
             alike.setdefault((param.device, param.numel(), *dtypes) if aligned else index, []).append(index)
     found = []
     for same in alike.values():
-        first = same[0]
-        if _are_numbers_on(params[first].device, rate, scale, skip):
-            several_dtypes = not _are_of_one_dtype(*(held[first] for held in tensors[:4]))
+        first = [held[same[0]] for held in tensors[:4]]
+        size = first[0].numel()
+        if kernels_run(*first) and _are_numbers_on(first[0].device, rate, scale, skip):
+            several_dtypes = not _are_of_one_dtype(*first)
             launches = (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER))
-            found += [each for each in launches if several_dtypes or len(each) * params[first].numel() >= LARGE]
+            found += [each for each in launches if several_dtypes or len(each) * size >= LARGE]
     return found
 
 
@@ -95,7 +99,7 @@ def _fits(param: Tensor, *state: Tensor) -> bool:
     # Most parameters of a model are small, and the host looks at all of them in every step.
     if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, *state):
         return False
-    if not size or not kernels_run(param, *state):
+    if not size:
         return False
     # Not a tensor that is in parts, or made of others.
     plain = type(param) in (Tensor, nn.Parameter) and all(type(each) is Tensor for each in state)

@@ -343,8 +343,8 @@ class TrainingStep:
 
     def _clear_gradients(self) -> None:
         """Free gradients: between steps they would take memory, and those of a capture hold old values."""
-        self.optimizer.zero_grad(set_to_none=True)
-        for param in self._parameters:  # model.zero_grad() would look for them anew, which takes the host longer
+        # The zero_grad() of a model looks for its parameters anew, and that of an optimizer reports to the profiler.
+        for param in (*self._parameters, *state.parameters_of(self.optimizer)):
             param.grad = None
 
 
@@ -471,24 +471,26 @@ class FiniteWatch:
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
         self._goes_on = goes_on
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps seen
-        self._first = torch.full((), -1, dtype=torch.int64, device=device)
+        # That of the first bad step, or of the last one, and its loss.
+        self._step = torch.zeros_like(self.count)
         self._loss = torch.zeros((), device=device)
+        self._found = torch.zeros((), dtype=torch.bool, device=device)
         self.skip = torch.zeros((), device=device)
 
     @torch.no_grad()
     def see(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Count a step and judge its loss and, if it is there, its gradients' norm."""
+        """Count a step and judge its loss, float32, and its gradients' norm, if it is there. The host never waits."""
         self.count += 1
-        bad = ~torch.isfinite(loss)
-        bad = bad if norm is None else bad | ~torch.isfinite(norm)
-        first = bad & (self._first < 0)
-        self._first.copy_(torch.where(first, self.count, self._first))
-        self._loss.copy_(torch.where(first, loss.to(self._loss.dtype), self._loss))
-        self.skip.copy_((self._first >= 0).to(self.skip.dtype))
+        torch.where(self._found, self._step, self.count, out=self._step)
+        torch.where(self._found, self._loss, loss, out=self._loss)
+        judged = loss if norm is None else loss + norm
+        self._found |= judged - judged != 0  # infinity minus itself is no number
+        self.skip.copy_(self._found)
 
     def check(self) -> None:
         """Wait for the device and raise NonFiniteError for the first bad step, once: later steps then train again."""
-        if (step := int(self._first)) >= 0:
+        if self._found:
+            step = int(self._step)
             self._forget()
             raise NonFiniteError(step, float(self._loss), self._goes_on)
 
@@ -498,7 +500,7 @@ class FiniteWatch:
         self._forget()
 
     def _forget(self) -> None:
-        self._first.fill_(-1)
+        self._found.zero_()
         self.skip.zero_()
 
 
