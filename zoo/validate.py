@@ -147,10 +147,11 @@ def warn(message: str, category: type[Warning]) -> None:
 # Fields of configs
 
 
-def positive(config: Any, *names: str) -> None:
-    """Positive integers."""
+def positive(config: Any, *names: str, or_none: bool = False) -> None:
+    """Positive integers, or None where that stands for no limit."""
     for name in names:
-        count(name, getattr(config, name))
+        if not (or_none and getattr(config, name) is None):
+            count(name, getattr(config, name))
 
 
 def positive_number(config: Any, *names: str) -> None:
@@ -196,10 +197,7 @@ def _shown(shape: str | None, sizes: Mapping[str, int] | None) -> str:
 
 
 def _fits(shape: Sequence[int], names: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    if len(shape) != len(names):
-        return False
     known = dict(sizes)
-    for size, name in zip(shape, names, strict=True):
-        if size != (int(name) if name.isdigit() else known.setdefault(name, size)):
-            return False
-    return True
+    pairs = zip(names, shape, strict=False)
+    alike = all(size == (int(name) if name.isdigit() else known.setdefault(name, size)) for name, size in pairs)
+    return alike and len(shape) == len(names)

@@ -62,9 +62,8 @@ class _Conv(nn.Module):
         if isinstance(x, tuple) and not len(x) == len(linears) == 2:
             takes = "features of the sources alone" if len(linears) == 1 else "two tensors, sources and destinations"
             raise TypeError(f"x is a tuple of {len(x)}, expected {takes}")
-        sources: Any
-        own: Any
-        sources, own = x if isinstance(x, tuple) else (x, x)
+        sides: Any = x if isinstance(x, tuple) else (x, x)
+        sources, own = sides
         for each, linear in zip((sources, own), linears, strict=False):
             if linear is not None:
                 validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
@@ -523,10 +522,9 @@ def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, see
     There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
     """
     validate.count("num_nodes", num_nodes)
-    weight, config = next(model.parameters()), model.config
-    generator = validate.seeded(seed)
-    on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
-    x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
+    weight = next(model.parameters())
+    on_cpu: dict[str, Any] = {"generator": validate.seeded(seed), "device": "cpu"}
+    x = torch.randn(num_nodes, model.config.in_channels, dtype=torch.float32, **on_cpu)
     source = torch.randint(num_nodes, (num_edges,), **on_cpu)
     distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
     edges = torch.stack([source, (source + distance) % num_nodes])
