@@ -162,8 +162,7 @@ class SAGEConv(_Conv):
         sources, root = x if isinstance(x, tuple) else (x, x)
         weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
-        if self.in_one and isinstance(x, Tensor):
-            assert self.lin_r is not None
+        if self.in_one and self.lin_r is not None and isinstance(x, Tensor):
             weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
                 # With fewer rows than the features have, a product before the sum would compute all of them.
@@ -213,14 +212,11 @@ class GATConv(_Conv):
         self.concat = concat
         self.negative_slope = negative_slope
         self.dropout = dropout
-        self.lin = self.lin_src = self.lin_dst = None
-        if isinstance(in_channels, int):
-            self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
-            own = in_channels
-        else:
-            sources, own = in_channels
-            self.lin_src = nn.Linear(sources, heads * out_channels, bias=False)
-            self.lin_dst = nn.Linear(own, heads * out_channels, bias=False)
+        shared = isinstance(in_channels, int)
+        sources, own = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        self.lin = nn.Linear(sources, heads * out_channels, bias=False) if shared else None
+        self.lin_src = None if shared else nn.Linear(sources, heads * out_channels, bias=False)
+        self.lin_dst = None if shared else nn.Linear(own, heads * out_channels, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels

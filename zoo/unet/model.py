@@ -316,9 +316,8 @@ def example_inputs(
     ``added_cond_kwargs`` where the model takes them. The size is the one that the model was trained on if left out.
     """
     config = model.config
-    if size is None:
-        trained = config.sample_size or 64
-        size = trained if isinstance(trained, int) else trained[0]
+    trained = config.sample_size or 64
+    size = size if size is not None else trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
         given = f"batch is {batch}, tokens {tokens}, size {size}"
         raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
@@ -328,9 +327,8 @@ def example_inputs(
         drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         return drawn.to(model.device, model.dtype)
 
-    sample = normal(batch, config.in_channels, size, size).contiguous(memory_format=torch.channels_last)
     inputs: dict[str, Any] = {
-        "sample": sample,
+        "sample": normal(batch, config.in_channels, size, size).contiguous(memory_format=torch.channels_last),
         "timestep": torch.randint(1000, (batch,), generator=generator, device="cpu").to(model.device),
         "encoder_hidden_states": normal(batch, tokens, config.cross_attention_dim),
     }
@@ -378,20 +376,18 @@ def _check_conditions(
         if config.time_cond_proj_dim is None:
             raise ValueError("timestep_cond is given, but this model has no time_cond_proj_dim: leave it out")
         validate.tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
+    width: Any = config.addition_time_embed_dim
     wanted = [] if config.addition_embed_type is None else ["text_embeds", "time_ids"]
     if sorted(added) != wanted:
         raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}")
     if wanted:
-        assert config.addition_time_embed_dim is not None
         text, sizes = added["text_embeds"], added["time_ids"]
         validate.tensor("text_embeds", text, f"{rows} X")
         validate.tensor("time_ids", sizes, f"{text.shape[0]} Y", hint=", as many rows as text_embeds")
-        channels = text.shape[1] + sizes.shape[1] * config.addition_time_embed_dim
-        if channels != config.projection_class_embeddings_input_dim:
-            raise ValueError(
-                f"text_embeds and time_ids: {text.shape[1]} + {sizes.shape[1]} × {config.addition_time_embed_dim} = "
-                f"{channels} channels; the model takes {config.projection_class_embeddings_input_dim}"
-            )
+        channels, takes = text.shape[1] + sizes.shape[1] * width, config.projection_class_embeddings_input_dim
+        if channels != takes:
+            sums = f"{text.shape[1]} + {sizes.shape[1]} × {width} = {channels} channels"
+            raise ValueError(f"text_embeds and time_ids: {sums}; the model takes {takes}")
 
 
 def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:

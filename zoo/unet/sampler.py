@@ -230,14 +230,13 @@ class Sampler:
         channels, reduction = model.config.in_channels, model.config.reduction
         if model.config.out_channels != channels or model.config.time_cond_proj_dim is not None:
             raise ValueError("the model takes more than latents, timestep and text: use diffusers' pipelines")
-        sizes = tuple(shape) if len(shape) == 4 else (0,) * 4
-        if not all(map(validate.is_count, sizes)) or sizes[1] != channels or any(n % reduction for n in sizes[2:]):
+        fits = len(shape) == 4 and all(map(validate.is_count, shape)) and shape[1] == channels
+        if not fits or any(size % reduction for size in shape[2:]):
             expected = f"[B, {channels}, H, W] with H and W divisible by {reduction}"
             raise ValueError(f"shape is {shape!r}, expected {expected}")
         _check_run(schedule, guidance_scale)
-        self.model, self.schedule, self.shape, self.guidance_scale = model, schedule, sizes, guidance_scale
-        self.cuda_graph = cuda_graph
-        self.captures = 0
+        self.model, self.schedule, self.shape, self.guidance_scale = model, schedule, tuple(shape), guidance_scale
+        self.cuda_graph, self.captures = cuda_graph, 0
         self._state: DenoiseState | None = None
         self._step: GraphedStep | None = None
 
@@ -295,7 +294,9 @@ class Sampler:
                     self.captures += 1
                 self._state = state
             state.begin(schedule, latents, shifts, keys_values, scale)
-            self._run(state, schedule.steps, guided)
+            step = denoise_step if self._step is None else self._step
+            for _ in range(schedule.steps):
+                step(model, state, guided)
         return state.tracks[0].clone()
 
     def _joined(self, sides: Mapping[str, Any], names: str, sizes: Mapping[str, int]) -> Tensor:
@@ -307,11 +308,6 @@ class Sampler:
             sizes = dict(zip(names.split(), given.shape[1:], strict=True))
             rows.append(given.expand(self.shape[0], *given.shape[1:]))
         return torch.cat(rows)
-
-    def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
-        step = denoise_step if self._step is None else self._step
-        for _ in range(steps):
-            step(self.model, state, guided)
 
 
 def _check_run(schedule: Schedule, scale: float) -> None:
