@@ -5,13 +5,7 @@ they never wait for one::
 
     tensor("input_ids", input_ids, "B T", kinds="integer")  # dense, [B, T], int64 or int32
     tensor("images", images, "N 3 H W", kinds="floating", like=weight)  # as the weights, or autocast
-    tensor("mask", mask, "B T", sizes={"B": 4, "T": 16})  # sizes of named dimensions
     in_range("input_ids", input_ids, config.vocab_size, "vocab_size")  # on the host only
-
-    def __post_init__(self):
-        positive(self, "vocab_size", "hidden_size")
-        divides(self, "num_attention_heads", "hidden_size")
-        one_of(self, "kind", ("bert", "roberta"))
 """
 
 import sys

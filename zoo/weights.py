@@ -1,10 +1,8 @@
 """Weights: how they are drawn, and one table {theirs: ours} for a family, read both ways and strict in both.
 
-A family's ``convert.py`` writes the table, ``config_of`` and ``skeleton``; the :class:`WeightMap` of them does the
-rest. A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some
-rows of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
-With ``read_config`` and ``write_config`` the map loads and saves folders in the upstream library's format. The library
-is imported inside these functions, never by ``import zoo``.
+A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some rows
+of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
+Upstream libraries are imported inside the functions of a :class:`WeightMap`, never by ``import zoo``.
 """
 
 import dataclasses

@@ -4,8 +4,7 @@
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
 Sorting, self-loops and degrees, which depend on the graph alone, are done outside the regions, once. A layer is a
-region: the product with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue. The
-first layer, the last and all between compile to one graph each, at any depth.
+region; the first, the last and all between compile to one graph each, at any depth.
 
 A convolution takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw
 ``edge_index``, which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources

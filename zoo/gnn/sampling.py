@@ -1,10 +1,8 @@
 """Neighbour sampling for training on large graphs, in few static shapes.
 
-A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. Threads of the host
-sample ahead of the training step, or a GPU that holds the edges does.
-
-A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
-the first all nodes but those of the last hop, and so on to the last layer, which computes the seeds.
+A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. It lists its nodes hop
+by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it: the first all nodes but those
+of the last hop, and so on to the last layer, which computes the seeds.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """

@@ -54,10 +54,9 @@ class NonFiniteError(RuntimeError):
 class TrainingStep:
     """A training step: ``loss = step(batch)``.
 
-    The model is compiled or not before (``zoo.compile_regions``). Where it can be captured the step runs under one
-    outer CUDA graph: the first ``warmup`` calls of each shape are real steps that run without it, the next one is
-    captured, and all later ones replay. A batch is an update; several are one update of their mean loss (gradient
-    accumulation).
+    Where it can be captured the step runs under one outer CUDA graph: the first ``warmup`` calls of each shape are
+    real steps that run without it, the next one is captured, and all later ones replay. Several batches are one update
+    of their mean loss (gradient accumulation).
 
     A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
     names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
@@ -69,8 +68,7 @@ class TrainingStep:
     Args:
         model: In training mode, on its device.
         loss: Called as ``loss(model, batch)``, returns a scalar. All work on the GPU belongs in here.
-        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. Parameters that learn and that it
-            lacks are warned of. For the CUDA graph: fused,
+        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. For the CUDA graph: fused,
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of the gradients of all the optimizer's parameters; larger ones are scaled down to it.
@@ -81,9 +79,11 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        TypeError: If the model is no module, the optimizer no ``torch.optim.Optimizer`` or ``clip_norm`` no number.
-        ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there is an
-            obstacle.
+        TypeError, ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there
+            is an obstacle.
+
+    Warns:
+        TrainingWarning: If the optimizer lacks parameters that learn.
     """
 
     def __init__(

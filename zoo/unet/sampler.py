@@ -1,11 +1,10 @@
 """Sampling: from noise and a text to latents, by a step that is captured once and diffusers' solvers as tables.
 
-Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps. A step
-reads its rows of the tables by an index on the device, and the host does nothing but launch it.
+Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps, which
+read their rows of these tables by an index on the device.
 
 A solver computes its next latents as a sum of latents and model outputs of this step and of a few before. So a step is
-a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step, and all steps of all solvers are
-the same work on the device.
+a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step.
 
 Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
 text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that a step passes
