@@ -138,8 +138,7 @@ class SAGEConv(_Conv):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
         sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
-        self.aggr = aggr
-        self.normalize = normalize
+        self.aggr, self.normalize = aggr, normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
         no_gradient = input_layer and not project
         self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
@@ -208,9 +207,7 @@ class GATConv(_Conv):
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
         self.recipe = Recipe(self_loops=add_self_loops, weighted=False)
-        self.concat = concat
-        self.negative_slope = negative_slope
-        self.dropout = dropout
+        self.concat, self.negative_slope, self.dropout = concat, negative_slope, dropout
         shared = isinstance(in_channels, int)
         sources, own = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.lin = nn.Linear(sources, heads * out_channels, bias=False) if shared else None
