@@ -232,8 +232,7 @@ class NeighborSampler:
     def epoch(self, number: int, then: Callable[[SampledBatch], Any] | None = None) -> Iterator[Any]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
-        ``then`` is called with each batch: on a CPU by the thread that sampled it, to pin its memory, say; on a GPU on
-        the caller's stream.
+        ``then`` is called with each batch: on a CPU by the thread that sampled it, on a GPU on the caller's stream.
         """
         return self._batches(number, self._padded, then)
 

@@ -353,11 +353,9 @@ def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
 
 
 def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and positions for the model, [B, bucket] each, until the longest row is read, from positions ``starts``.
-
-    A row that is read repeats its last token at the same position, which writes the same keys and values again. So the
-    last column has the last token of every row.
-    """
+    """Tokens and positions [B, bucket] for the model until the longest row is read, from positions ``starts``."""
+    # A row that is read repeats its last token at the same position, which writes the same keys and values again. So
+    # the last column has the last token of every row.
     longest, done = max(map(len, rows)), 0
     while done < longest:
         size = next((bucket for bucket in buckets if bucket >= longest - done), buckets[-1])

@@ -288,10 +288,8 @@ class LLMLayer(nn.Module):
         return torch.cat((q_norm(q), k_norm(k), v), dim=2).flatten(2), None, None, 0.0
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
-        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks.
-
-        Layers of ``zoo.training.tensor_parallel`` are products with this process's part of a weight.
-        """
+        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
+        # A layer with ``split_over``, of zoo.training.tensor_parallel, multiplies by this process's part of a weight.
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
         expected: list[tuple[nn.Module, type[nn.Module]]] = [(norm, RMSNorm) for norm in norms if norm is not None]

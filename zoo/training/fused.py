@@ -111,10 +111,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
-    """First row of each chunk, how many of its rows were in the chunk before, and labels: those rows are ignored.
-
-    All are of one size, for which rows are compiled: the last one overlaps.
-    """
+    """First row of each chunk, how many of its rows were in the chunk before and are ignored, and labels."""
+    # All are of one size, for which rows are compiled: the last one overlaps.
     rows, size = len(labels), min(size, len(labels))
     found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
     if left := rows % size:

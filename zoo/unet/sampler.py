@@ -56,15 +56,11 @@ class Schedule:
 
 
 def make_schedule(scheduler: Any, steps: int) -> Schedule:
-    """The steps that a scheduler of diffusers takes, as tables on the CPU.
+    """The steps that a scheduler of diffusers takes, as tables on the CPU; the scheduler stays as it is.
 
-    Args:
-        scheduler: A scheduler of diffusers, which stays as it is. Its steps must be sums: no clipping, no thresholding,
-            no fresh noise.
-        steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
-
-    Raises:
-        TypeError, ValueError: If the scheduler or the number of steps is not supported; the message says why.
+    Its steps must be sums: no clipping, no thresholding, no fresh noise. ``steps`` is diffusers'
+    ``num_inference_steps``; some solvers run the model more often. TypeError or ValueError if the scheduler or the
+    number of steps is not supported.
     """
     name = type(scheduler).__name__
     if not hasattr(scheduler, "alphas_cumprod") or not hasattr(scheduler, "scale_model_input"):
@@ -104,11 +100,8 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
 
 
 def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors of the model's input [N], and the shares [N, N] of all steps' latents and outputs in each step's result.
-
-    Every step gets latents and an output of its own, each with a 1 where all others have a 0, so that its result lists
-    the shares.
-    """
+    """Factors of the model's input [N], and shares [N, N] of all steps' latents and outputs in each step's result."""
+    # Every step gets latents and an output of its own, each with a 1 where all others have a 0.
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
     trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
