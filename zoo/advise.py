@@ -1,8 +1,7 @@
 """Which way to run a model pays off for N calls: ``zoo advise mine.py:make --calls 10000``.
 
-Each arm lives in a process of its own with compiler caches of its own. One compiles at a time; then all take turns in
-shuffled rounds, one working at a time. Eager has a turn between rounds: two of them in a row tell the noise, and all
-times are held against those before and after.
+Each arm has a process and compiler caches of its own. One compiles at a time; then all take turns in shuffled rounds.
+Eager has a turn between rounds: two in a row tell the noise, and all times are held against those before and after.
 """
 
 from __future__ import annotations

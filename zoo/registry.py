@@ -103,19 +103,18 @@ def create(
     check_dtype(dtype)
     # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.
     with torch.inference_mode(False):
+        default = torch.get_default_dtype()
         if weights is None:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(dtype or before)
+            torch.set_default_dtype(dtype or default)
             try:
                 with torch.device(torch.get_default_device() if device is None else device):
                     return family.weights.new(config).eval()
             finally:
-                torch.set_default_dtype(before)
+                torch.set_default_dtype(default)
         path = family.weights.locate(name, weights)
         if path.is_dir():
             config = family.weights.config_for(path, config, overrides)
-        dtype = dtype or torch.get_default_dtype()
-        return family.weights.read(path, config, str(weights), device=device, dtype=dtype)
+        return family.weights.read(path, config, str(weights), device=device, dtype=dtype or default)
 
 
 def from_upstream(module: nn.Module) -> nn.Module:

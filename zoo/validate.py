@@ -5,13 +5,7 @@ they never wait for one::
 
     tensor("input_ids", input_ids, "B T", kinds="integer")  # dense, [B, T], int64 or int32
     tensor("images", images, "N 3 H W", kinds="floating", like=weight)  # as the weights, or autocast
-    tensor("mask", mask, "B T", sizes={"B": 4, "T": 16})  # sizes of named dimensions
     in_range("input_ids", input_ids, config.vocab_size, "vocab_size")  # on the host only
-
-    def __post_init__(self):
-        positive(self, "vocab_size", "hidden_size")
-        divides(self, "num_attention_heads", "hidden_size")
-        one_of(self, "kind", ("bert", "roberta"))
 """
 
 import sys
@@ -147,10 +141,11 @@ def warn(message: str, category: type[Warning]) -> None:
 # Fields of configs
 
 
-def positive(config: Any, *names: str) -> None:
-    """Positive integers."""
+def positive(config: Any, *names: str, or_none: bool = False) -> None:
+    """Positive integers, or None where that stands for no limit."""
     for name in names:
-        count(name, getattr(config, name))
+        if not (or_none and getattr(config, name) is None):
+            count(name, getattr(config, name))
 
 
 def positive_number(config: Any, *names: str) -> None:
@@ -196,10 +191,7 @@ def _shown(shape: str | None, sizes: Mapping[str, int] | None) -> str:
 
 
 def _fits(shape: Sequence[int], names: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    if len(shape) != len(names):
-        return False
     known = dict(sizes)
-    for size, name in zip(shape, names, strict=True):
-        if size != (int(name) if name.isdigit() else known.setdefault(name, size)):
-            return False
-    return True
+    pairs = zip(names, shape, strict=False)
+    alike = all(size == (int(name) if name.isdigit() else known.setdefault(name, size)) for name, size in pairs)
+    return alike and len(shape) == len(names)

@@ -1,10 +1,8 @@
 """Weights: how they are drawn, and one table {theirs: ours} for a family, read both ways and strict in both.
 
-A family's ``convert.py`` writes the table, ``config_of`` and ``skeleton``; the :class:`WeightMap` of them does the
-rest. A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some
-rows of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
-With ``read_config`` and ``write_config`` the map loads and saves folders in the upstream library's format. The library
-is imported inside these functions, never by ``import zoo``.
+A table names modules or tensors: {} is an index, a module means all tensors in it, and a :class:`Placement` some rows
+of one of ours. Entries whose modules a config does not have are passed over, so that one table serves all configs.
+Upstream libraries are imported inside the functions of a :class:`WeightMap`, never by ``import zoo``.
 """
 
 import dataclasses
@@ -211,10 +209,11 @@ class WeightMap(Generic[Model]):
         """Where each tensor of an upstream checkpoint goes in a model; ValueError if the table misses rows of one."""
         ours = model.state_dict()
         places = _expanded(self.table(model.config), ours)
+        rows = {name: tensor.shape[0] if tensor.dim() else 1 for name, tensor in ours.items()}
         covered = Counter[str]()
         for place in places.values():
-            covered[place.name] += 0 if place.repeated else place.rows or _rows(ours[place.name])
-        if wrong := [name for name, tensor in ours.items() if covered[name] != _rows(tensor)]:
+            covered[place.name] += 0 if place.repeated else place.rows or rows[place.name]
+        if wrong := [name for name in ours if covered[name] != rows[name]]:
             raise ValueError(f"the table of {self.name} fills {wrong[:8]} not at all, in part, or twice")
         return places
 
@@ -283,9 +282,8 @@ def fill(
             made[name] = torch.zeros_like(like, dtype=dtype if like.is_floating_point() else None, device=device)
     model.load_state_dict(made, strict=True, assign=True)
     for module in model.modules():
-        reset: Callable[[torch.device], None] | None = getattr(module, "reset_buffers", None)
-        if reset is not None:
-            reset(torch.device(device))
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers(torch.device(device))  # type: ignore[operator]
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if left and torch.device(device).type != "meta":
         raise ValueError(f"{source}: nothing was loaded into {left[:8]}")
@@ -368,10 +366,6 @@ def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:
                 places[key] = dataclasses.replace(place, name=name + ending)
     order = {name: index for index, name in enumerate(ours)}
     return dict(sorted(places.items(), key=lambda item: order[item[1].name]))
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:

@@ -185,8 +185,7 @@ def _base(config: BertConfig) -> str:
 
 def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
     with torch.device("cpu"):
-        head = make_head(config)
-        assert head is not None
+        head: Any = make_head(config)
         head.apply(initialise)
         drawn = {f"head.{name}": tensor.detach() for name, tensor in head.named_parameters()}
         if config.head == "masked-lm" and not config.tie_word_embeddings:

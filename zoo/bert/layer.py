@@ -4,11 +4,9 @@
        └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
                                                         └───────────────────────────────── add, norm ── x
 
-A padded batch goes through torch's attention, with a mask of keys where rows are short. A packed batch goes through a
-variable-length kernel where there is one. Elsewhere (a CPU, float32, an old GPU) its rows are put side by side for the
-attention alone, by tables that all layers share. ``rows_of`` chooses, once a call and outside the regions.
-
-A head returns its scores and its loss under transformers' names.
+A packed batch goes through a variable-length attention kernel where there is one. Elsewhere (a CPU, float32, an old
+GPU) its rows are put side by side for torch's attention, by tables that all layers share. ``rows_of`` chooses, once a
+call and outside the regions. A head returns its scores and its loss under transformers' names.
 
 Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows of it with those that fill it up, C width,
 I width inside the MLP, H heads, D width of a head, L labels, V vocabulary. [..., C] is [B, T, C] of a padded batch and

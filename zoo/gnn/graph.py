@@ -59,9 +59,7 @@ class _Structure:
     def __init__(self, edges: Sequence[Tensor], inputs: int, sizes: tuple[int, int]) -> None:
         order = torch.sort(edges[1], stable=True).indices
         self.source, self.destination, self.origin = (each.index_select(0, order) for each in edges)
-        self.count = len(order)
-        self.inputs = inputs
-        self.sizes = sizes
+        self.count, self.inputs, self.sizes = len(order), inputs, sizes
         self.rowptr = _pointers(self.destination, sizes[1])
         self.split = _split(self.rowptr, self.count)
         self.transposed: Transpose | None = None
@@ -122,11 +120,9 @@ class CSRGraph:
     def __init__(
         self, structure: _Structure, edge_weight: Tensor | None, recipe: Recipe, weight_dtype: torch.dtype
     ) -> None:
-        self._structure = structure
-        self._edge_weight = edge_weight
+        self._structure, self._edge_weight = structure, edge_weight
         self._differentiable = edge_weight is not None and edge_weight.requires_grad
-        self.recipe = recipe
-        self.weight_dtype = weight_dtype
+        self.recipe, self.weight_dtype = recipe, weight_dtype
         self.num_sources, self.num_destinations = structure.sizes
         self.is_square = self.num_sources == self.num_destinations
         self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose

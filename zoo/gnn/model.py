@@ -4,8 +4,7 @@
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
 Sorting, self-loops and degrees, which depend on the graph alone, are done outside the regions, once. A layer is a
-region: the product with weights, the sum over edges by a kernel whose launch the compiler sees, and the epilogue. The
-first layer, the last and all between compile to one graph each, at any depth.
+region; the first, the last and all between compile to one graph each, at any depth.
 
 A convolution takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw
 ``edge_index``, which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources
@@ -62,9 +61,8 @@ class _Conv(nn.Module):
         if isinstance(x, tuple) and not len(x) == len(linears) == 2:
             takes = "features of the sources alone" if len(linears) == 1 else "two tensors, sources and destinations"
             raise TypeError(f"x is a tuple of {len(x)}, expected {takes}")
-        sources: Any
-        own: Any
-        sources, own = x if isinstance(x, tuple) else (x, x)
+        sides: Any = x if isinstance(x, tuple) else (x, x)
+        sources, own = sides
         for each, linear in zip((sources, own), linears, strict=False):
             if linear is not None:
                 validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
@@ -140,8 +138,7 @@ class SAGEConv(_Conv):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
         sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
-        self.aggr = aggr
-        self.normalize = normalize
+        self.aggr, self.normalize = aggr, normalize
         # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
         no_gradient = input_layer and not project
         self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
@@ -163,8 +160,7 @@ class SAGEConv(_Conv):
         sources, root = x if isinstance(x, tuple) else (x, x)
         weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
-        if self.in_one and isinstance(x, Tensor):
-            assert self.lin_r is not None
+        if self.in_one and self.lin_r is not None and isinstance(x, Tensor):
             weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
                 # With fewer rows than the features have, a product before the sum would compute all of them.
@@ -211,17 +207,12 @@ class GATConv(_Conv):
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
         self.recipe = Recipe(self_loops=add_self_loops, weighted=False)
-        self.concat = concat
-        self.negative_slope = negative_slope
-        self.dropout = dropout
-        self.lin = self.lin_src = self.lin_dst = None
-        if isinstance(in_channels, int):
-            self.lin = nn.Linear(in_channels, heads * out_channels, bias=False)
-            own = in_channels
-        else:
-            sources, own = in_channels
-            self.lin_src = nn.Linear(sources, heads * out_channels, bias=False)
-            self.lin_dst = nn.Linear(own, heads * out_channels, bias=False)
+        self.concat, self.negative_slope, self.dropout = concat, negative_slope, dropout
+        shared = isinstance(in_channels, int)
+        sources, own = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        self.lin = nn.Linear(sources, heads * out_channels, bias=False) if shared else None
+        self.lin_src = None if shared else nn.Linear(sources, heads * out_channels, bias=False)
+        self.lin_dst = None if shared else nn.Linear(own, heads * out_channels, bias=False)
         self.att_src = nn.Parameter(torch.empty(1, heads, out_channels))
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         total = heads * out_channels if concat else out_channels
@@ -523,10 +514,9 @@ def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, see
     There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
     """
     validate.count("num_nodes", num_nodes)
-    weight, config = next(model.parameters()), model.config
-    generator = validate.seeded(seed)
-    on_cpu: dict[str, Any] = {"generator": generator, "device": "cpu"}
-    x = torch.randn(num_nodes, config.in_channels, dtype=torch.float32, **on_cpu)
+    weight = next(model.parameters())
+    on_cpu: dict[str, Any] = {"generator": validate.seeded(seed), "device": "cpu"}
+    x = torch.randn(num_nodes, model.config.in_channels, dtype=torch.float32, **on_cpu)
     source = torch.randint(num_nodes, (num_edges,), **on_cpu)
     distance = torch.randint(max(num_nodes - 1, 1), (num_edges,), **on_cpu) + 1
     edges = torch.stack([source, (source + distance) % num_nodes])

@@ -1,10 +1,8 @@
 """Neighbour sampling for training on large graphs, in few static shapes.
 
-A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. Threads of the host
-sample ahead of the training step, or a GPU that holds the edges does.
-
-A batch lists its nodes hop by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it:
-the first all nodes but those of the last hop, and so on to the last layer, which computes the seeds.
+A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. It lists its nodes hop
+by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it: the first all nodes but those
+of the last hop, and so on to the last layer, which computes the seeds.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """
@@ -16,7 +14,7 @@ import itertools
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -46,8 +44,11 @@ class Bucket(NamedTuple):
 
     def holds(self, other: Bucket) -> bool:
         """True if a batch of the other's sizes fits."""
-        sizes, room = ([each.nodes, *itertools.chain(*each.layers)] for each in (other, self))
-        return all(size <= most for size, most in zip(sizes, room, strict=True))
+        return all(size <= most for size, most in zip(other.flat(), self.flat(), strict=True))
+
+    def flat(self) -> list[int]:
+        """All sizes: nodes, then rows and edges of each layer."""
+        return [self.nodes, *itertools.chain(*self.layers)]
 
 
 class SampledBatch(NamedTuple):
@@ -231,8 +232,7 @@ class NeighborSampler:
     def epoch(self, number: int, then: Callable[[SampledBatch], Any] | None = None) -> Iterator[Any]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
-        ``then`` is called with each batch: on a CPU by the thread that sampled it, to pin its memory, say; on a GPU on
-        the caller's stream.
+        ``then`` is called with each batch: on a CPU by the thread that sampled it, on a GPU on the caller's stream.
         """
         return self._batches(number, self._padded, then)
 
@@ -243,22 +243,18 @@ class NeighborSampler:
     def _batches(
         self, number: int, finish: Callable[[Subgraph], Any], then: Callable[[Any], Any] | None
     ) -> Iterator[Any]:
-        parts = self.seeds_of(number)
+        parts, after = self.seeds_of(number), then or (lambda batch: batch)
 
         def draw(index: int) -> Any:
             return finish(self._drawn(parts[index], number, index))
 
-        def make(index: int) -> Any:
-            return draw(index) if then is None else then(draw(index))
-
         if self.device.type == "cuda":
-            drawn = self._on_stream(draw, len(parts))
             # On the user's stream, which may read what the user has written since.
-            yield from drawn if then is None else map(then, drawn)
+            yield from map(after, self._on_stream(draw, len(parts)))
         elif self.workers:
-            yield from _in_threads(make, len(parts), self.workers)
+            yield from _in_threads(lambda index: after(draw(index)), len(parts), self.workers)
         else:
-            yield from map(make, range(len(parts)))
+            yield from map(after, map(draw, range(len(parts))))
 
     def _on_stream(self, make: Callable[[int], Any], count: int) -> Iterator[Any]:
         """Sample on a stream of its own: the host waits for sizes while the GPU runs the last step."""
@@ -356,20 +352,12 @@ class NeighborSampler:
             nodes = min(nodes + frontier, self.num_nodes)
         return Bucket(nodes, tuple(reversed(layers)))
 
-    def _measured_buckets(self, most: Bucket, probes: int = 4) -> list[Bucket]:
-        """A bucket with a tenth of room over a few batches, and the one that holds every batch."""
-        parts = self.seeds_of(0)[:probes]
-        sizes = [self._drawn(part, 0, i).sizes for i, part in enumerate(parts)]
-
-        def room(most: int, found: Iterable[int]) -> int:
-            return min(-(-int(1.1 * max(found)) // 1024) * 1024, most)
-
-        layers = []
-        for index, limits in enumerate(most.layers):
-            found = zip(*(size.layers[index] for size in sizes), strict=True)
-            rows, edges = map(room, limits, found)
-            layers.append((rows, edges))
-        usual = Bucket(room(most.nodes, [size.nodes for size in sizes]), tuple(layers))
+    def _measured_buckets(self, most: Bucket) -> list[Bucket]:
+        """A bucket with a tenth of room over four batches, and the one that holds every batch."""
+        drawn = [self._drawn(part, 0, index).sizes.flat() for index, part in enumerate(self.seeds_of(0)[:4])]
+        room = [-(-int(1.1 * max(found)) // 1024) * 1024 for found in zip(*drawn, strict=True)]
+        nodes, *layers = map(min, room, most.flat())
+        usual = Bucket(nodes, tuple(zip(layers[::2], layers[1::2], strict=True)))
         return [most] if usual == most else [usual, most]
 
 

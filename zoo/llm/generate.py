@@ -7,7 +7,6 @@ Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,8 +57,7 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         validate.positive(self, "max_new_tokens", "stride")
-        if self.top_k is not None:
-            validate.positive(self, "top_k")
+        validate.positive(self, "top_k", or_none=True)
         if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature is {self.temperature!r}, expected 0 for greedy or a positive number")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
@@ -70,7 +68,7 @@ class GenerationOptions:
     @classmethod
     def of(cls, options: dict[str, Any]) -> GenerationOptions:
         """From keyword arguments; TypeError that names the known ones if one is not known, or there is no length."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = cls.__dataclass_fields__
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"generate takes no {unknown[0]}; its options are {', '.join(known)}")
         if "max_new_tokens" not in options:
@@ -274,12 +272,11 @@ class DecodeState:
         # Above 1, so that rounding drops no token where all are wanted.
         self.top_p.fill_(2.0 if options.top_p in (None, 1) else options.top_p)  # type: ignore[arg-type]
         # Drawn on the CPU for the whole answer, to be the same on every device.
-        generator = torch.Generator("cpu")
+        steps, generator = options.max_new_tokens, torch.Generator("cpu")
         if options.seed is None:
             generator.seed()
         else:
             generator.manual_seed(options.seed)
-        steps = options.max_new_tokens
         self.noise[:steps].copy_(torch.rand(steps, self.noise.shape[1], generator=generator, device="cpu"))
 
 
@@ -356,11 +353,9 @@ def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
 
 
 def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and positions for the model, [B, bucket] each, until the longest row is read, from positions ``starts``.
-
-    A row that is read repeats its last token at the same position, which writes the same keys and values again. So the
-    last column has the last token of every row.
-    """
+    """Tokens and positions [B, bucket] for the model until the longest row is read, from positions ``starts``."""
+    # A row that is read repeats its last token at the same position, which writes the same keys and values again. So
+    # the last column has the last token of every row.
     longest, done = max(map(len, rows)), 0
     while done < longest:
         size = next((bucket for bucket in buckets if bucket >= longest - done), buckets[-1])

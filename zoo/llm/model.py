@@ -111,12 +111,9 @@ class LLMConfig:
     model_type: str | None = None
 
     def __post_init__(self) -> None:
-        validate.positive(
-            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        )
-        validate.positive(self, "num_key_value_heads", "head_dim", "max_position_embeddings")
-        if self.sliding_window is not None:
-            validate.positive(self, "sliding_window")
+        validate.positive(self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+        validate.positive(self, "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+        validate.positive(self, "sliding_window", or_none=True)
         validate.divides(self, "num_key_value_heads", "num_attention_heads")
         validate.positive_number(self, "rope_theta", "rms_norm_eps")
         validate.optional_index(self, "pad_token_id", "vocab_size")
@@ -230,15 +227,15 @@ class LLMLayer(nn.Module):
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
-        width, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        width, inner, head_dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
         self.heads, self.key_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
         self.window = config.sliding_window
-        self.input_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(width, eps)
         self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.q_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
         self.o_proj = nn.Linear(self.heads * head_dim, width, bias=False)
-        self.post_attention_layernorm = RMSNorm(width, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
@@ -291,18 +288,14 @@ class LLMLayer(nn.Module):
         return torch.cat((q_norm(q), k_norm(k), v), dim=2).flatten(2), None, None, 0.0
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
-        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks.
-
-        Layers of ``zoo.training.tensor_parallel`` are products with this process's part of a weight.
-        """
+        """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
+        # A layer with ``split_over``, of zoo.training.tensor_parallel, multiplies by this process's part of a weight.
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
-        if not all(norm is None or is_unmodified(norm, RMSNorm) for norm in norms):
-            return False
-        for product in products:
-            if not is_unmodified(product, type(product) if hasattr(product, "split_over") else nn.Linear):
-                return False
-        return decodes(x, cache, *(product.weight for product in products))
+        expected: list[tuple[nn.Module, type[nn.Module]]] = [(norm, RMSNorm) for norm in norms if norm is not None]
+        expected += [(each, type(each) if hasattr(each, "split_over") else nn.Linear) for each in products]
+        unmodified = all(is_unmodified(module, cls) for module, cls in expected)
+        return unmodified and decodes(x, cache, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""

@@ -28,23 +28,19 @@ def table(config: ResNetConfig) -> Table:
             "batch norms are folded into the convolutions: convert or load a model with norms, then fold it"
         )
     names = {"conv1": "stem.conv", "bn1": "stem.norm", "fc": "head.fc"}
-    last = 3 if config.block == "bottleneck" else 2
+    units = ("conv1", "conv2", "join") if config.block == "bottleneck" else ("conv1", "join")
     for stage in range(4):
         theirs, ours = f"layer{stage + 1}.{{}}", f"stages.{stage}.blocks.{{}}"
-        for number in range(1, last + 1):
-            unit = "join" if number == last else f"conv{number}"
+        for number, unit in enumerate(units, start=1):
             names |= {f"{theirs}.conv{number}": f"{ours}.{unit}.conv", f"{theirs}.bn{number}": f"{ours}.{unit}.norm"}
-        names |= {
-            f"{theirs}.downsample.0": f"{ours}.join.shortcut",
-            f"{theirs}.downsample.1": f"{ours}.join.shortcut_norm",
-        }
+        names[f"{theirs}.downsample.0"] = f"{ours}.join.shortcut"
+        names[f"{theirs}.downsample.1"] = f"{ours}.join.shortcut_norm"
     return names
 
 
 def config_of(module: nn.Module) -> ResNetConfig:
     """The configuration of a torchvision model; NotImplementedError if it is no ``ResNet``, ValueError if changed."""
     torchvision = upstream("torchvision.models.resnet")
-
     if not isinstance(module, torchvision.ResNet):
         raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
     if type(module) is not torchvision.ResNet:
@@ -72,7 +68,6 @@ def config_of(module: nn.Module) -> ResNetConfig:
 def skeleton(config: ResNetConfig) -> nn.Module:
     """Torchvision's model on the meta device."""
     torchvision = upstream("torchvision.models.resnet")
-
     options: dict[str, Any] = {"eps": config.norm_eps}
     if config.norm == "batch":
         options |= {"momentum": config.norm_momentum, "track_running_stats": config.track_running_stats}

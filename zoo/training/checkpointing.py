@@ -91,10 +91,7 @@ class _Checkpointed:
 
 
 class _Unmoved(AbstractContextManager[None]):
-    """Put buffers back afterwards: the second run must not move running statistics again.
-
-    Each backward of one forward enters it once.
-    """
+    """Put buffers back: the second run must not move running statistics again. Each backward enters it once."""
 
     def __init__(self, buffers: Collection[Tensor]) -> None:
         self._buffers = buffers

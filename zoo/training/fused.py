@@ -111,10 +111,8 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
-    """First row of each chunk, how many of its rows were in the chunk before, and labels: those rows are ignored.
-
-    All are of one size, for which rows are compiled: the last one overlaps.
-    """
+    """First row of each chunk, how many of its rows were in the chunk before and are ignored, and labels."""
+    # All are of one size, for which rows are compiled: the last one overlaps.
     rows, size = len(labels), min(size, len(labels))
     found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
     if left := rows % size:
@@ -128,8 +126,7 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit; expected [..., C] and [V, C]")
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"labels are {list(labels.shape)}, expected one for each row of x: {list(x.shape[:-1])}")
-    if labels.dtype != torch.int64:
-        raise TypeError(f"labels are {labels.dtype}, expected torch.int64")
+    validate.kind("labels", labels, (torch.int64,))
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; convert one, or run under autocast")
     if not labels.numel():

@@ -34,9 +34,8 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         raise ValueError(f"{stateless[0]} is a {what} without state_dict(); keep plain values yourself")
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, expected a folder: its name is that of what is saved")
-    kept = {
-        param for part in (step.model, *others.values()) if isinstance(part, nn.Module) for param in part.parameters()
-    }
+    modules = [part for part in (step.model, *others.values()) if isinstance(part, nn.Module)]
+    kept = {param for module in modules for param in module.parameters()}
     if lost := sum(param not in kept for param in parameters_of(step.optimizer)):
         raise ValueError(
             f"{lost} parameters of {type(step.optimizer).__name__} are not of the model and would not be saved: give "
@@ -188,12 +187,11 @@ def _weights(model: nn.Module, file: Path, pair: str | None) -> dict[str, Tensor
     stored = {own[name].data_ptr() for name in found if name in own}
     wrong = [f"{name} is not in it" for name in found if name not in own]
     for name, tensor in own.items():
-        if name not in found and tensor.data_ptr() not in stored:
+        held = found.get(name)
+        if held is None and tensor.data_ptr() not in stored:
             wrong.append(f"{name} is missing")
-        elif name in found and found[name].shape != tensor.shape:
-            wrong.append(f"{name} is {list(found[name].shape)}, not {list(tensor.shape)}")
-        elif name in found and found[name].dtype != tensor.dtype:
-            wrong.append(f"{name} is {found[name].dtype}, not {tensor.dtype}")
+        elif held is not None and (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+            wrong.append(f"{name} is {held.dtype} {list(held.shape)}, not {tensor.dtype} {list(tensor.shape)}")
     if wrong:
         name = type(model).__name__
         raise ValueError(f"{file} was saved from another model than this {name}: {'; '.join(wrong[:3])}")

@@ -28,6 +28,8 @@ from zoo.training.fused import AdamW
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
+# True of optimizers that a flag on the device makes skip an update: torch's fused ones.
+_SKIPS = "_step_supports_amp_scaling"
 
 
 class TrainingWarning(UserWarning):
@@ -52,10 +54,9 @@ class NonFiniteError(RuntimeError):
 class TrainingStep:
     """A training step: ``loss = step(batch)``.
 
-    The model is compiled or not before (``zoo.compile_regions``). Where it can be captured the step runs under one
-    outer CUDA graph: the first ``warmup`` calls of each shape are real steps that run without it, the next one is
-    captured, and all later ones replay. A batch is an update; several are one update of their mean loss (gradient
-    accumulation).
+    Where it can be captured the step runs under one outer CUDA graph: the first ``warmup`` calls of each shape are
+    real steps that run without it, the next one is captured, and all later ones replay. Several batches are one update
+    of their mean loss (gradient accumulation).
 
     A loss that is not finite is never trained on: no update is made from that step on, and :class:`NonFiniteError`
     names it, at the latest ``report_every`` steps later. (With float16 only the bad steps themselves are left out.)
@@ -67,8 +68,7 @@ class TrainingStep:
     Args:
         model: In training mode, on its device.
         loss: Called as ``loss(model, batch)``, returns a scalar. All work on the GPU belongs in here.
-        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. Parameters that learn and that it
-            lacks are warned of. For the CUDA graph: fused,
+        optimizer: Of ``torch.optim``, any whose ``step()`` asks for no closure. For the CUDA graph: fused,
             ``capturable=True`` where it has that option, and the learning rate a tensor on the device.
         autocast: ``torch.bfloat16``, or ``torch.float16`` with dynamic loss scaling; None for the weights' own dtype.
         clip_norm: Largest norm of the gradients of all the optimizer's parameters; larger ones are scaled down to it.
@@ -79,9 +79,11 @@ class TrainingStep:
         most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
 
     Raises:
-        TypeError: If the model is no module, the optimizer no ``torch.optim.Optimizer`` or ``clip_norm`` no number.
-        ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there is an
-            obstacle.
+        TypeError, ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there
+            is an obstacle.
+
+    Warns:
+        TrainingWarning: If the optimizer lacks parameters that learn.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class TrainingStep:
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
         # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
-        self._skips = _can_skip(optimizer)
+        self._skips = getattr(optimizer, _SKIPS, False)
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
@@ -119,7 +121,7 @@ class TrainingStep:
             if cuda_graph:
                 raise ValueError(f"the step cannot be captured: {obstacles}")
             self._captures = False
-            self._note_uncaptured(obstacles, obstacles)
+            self._note_uncaptured(obstacles)
         # The optimizer may outlive this step, and its captured memory with it.
         begin_anew = weakref.WeakMethod(self._begin_anew)
         hook = optimizer.register_load_state_dict_post_hook(lambda _: (found := begin_anew()) and found())
@@ -216,7 +218,7 @@ class TrainingStep:
         except (TypeError, ValueError) as error:
             bad = f"{str(error).partition(';')[0]}; make batches of dense tensors without history and plain values"
             self._refuse_if_forced(bad)
-            self._note_uncaptured(bad, bad)
+            self._note_uncaptured(bad)
             return self._run(*batches)
         kind = structure, shapes_of(leaves)
         if kind in self._graphed:
@@ -228,7 +230,7 @@ class TrainingStep:
             # The host looks at a first update, which a capture cannot hold.
             return self._rehearse(batches, last=seen >= self._warmup and self._updated)
         if kind not in self._uncaptured and (why := self._capture(batches, kind)) is not None:
-            self._note_uncaptured(kind, f"{describe(leaves)}: {why}")
+            self._note_uncaptured(f"{describe(leaves)}: {why}", kind)
         return self._graphed.get(kind, self._run)(*batches)
 
     def _capture(self, batches: tuple[Any, ...], kind: Any) -> str | None:
@@ -267,16 +269,17 @@ class TrainingStep:
             self._refuse_if_forced(why)
             self._captures = False
             self.release()
-            self._note_uncaptured(why, why)
+            self._note_uncaptured(why)
         return loss
 
     def _refuse_if_forced(self, why: str) -> None:
         if self._must_capture:
             raise CaptureError(f"the step cannot be captured: {why}")
 
-    def _note_uncaptured(self, key: Any, why: str) -> None:
-        if key not in self._uncaptured:
-            self._uncaptured.add(key)
+    def _note_uncaptured(self, why: str, kind: Any = None) -> None:
+        """Warn once of a reason, or of a kind of batch."""
+        if (kind or why) not in self._uncaptured:
+            self._uncaptured.add(kind or why)
             validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
     def _run(self, *batches: Any) -> Tensor:
@@ -310,11 +313,8 @@ class TrainingStep:
             return None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        parameters = state.parameters_of(self.optimizer)
-        if self._groups:
-            norm = clip_gradients(parameters, self._clip_norm)
-        else:
-            norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        clip = clip_gradients if self._groups else nn.utils.clip_grad_norm_
+        norm = clip(state.parameters_of(self.optimizer), self._clip_norm)
         self._norm.copy_(norm)
         return norm
 
@@ -387,20 +387,12 @@ def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype
 def _warn_of_unchanged(model: nn.Module, loss: Any, optimizer: Optimizer) -> None:
     """Warn of parameters that learn and that the optimizer does not have: they get gradients and never change."""
     given = set(state.parameters_of(optimizer))
-    parts = {"": model} | ({"loss.": loss} if isinstance(loss, nn.Module) else {})
-    names = [
-        prefix + name
-        for prefix, part in parts.items()
-        for name, param in part.named_parameters()
-        if param.requires_grad and param not in given
-    ]
-    if names:
+    parts = {"": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
+    named = [pair for prefix, part in parts.items() for pair in part.named_parameters(prefix)]
+    if names := [name for name, param in named if param.requires_grad and param not in given]:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        validate.warn(
-            f"{len(names)} parameters that learn are not in {type(optimizer).__name__} and will not change ({shown}): "
-            "add them to it, or freeze them by requires_grad_(False)",
-            TrainingWarning,
-        )
+        what = f"{len(names)} parameters that learn are not in {type(optimizer).__name__} and will not change ({shown})"
+        validate.warn(f"{what}: add them to it, or freeze them by requires_grad_(False)", TrainingWarning)
 
 
 def _refuse_several_processes(groups: Sequence[Any]) -> None:
@@ -424,11 +416,6 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
-def _can_skip(optimizer: Optimizer) -> bool:
-    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
 
@@ -440,7 +427,7 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
         return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
     name = type(optimizer).__name__
     obstacles = []
-    if not _can_skip(optimizer):
+    if not getattr(optimizer, _SKIPS, False):
         can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
         remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")

@@ -68,10 +68,9 @@ def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
 
 
 def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMesh, *, plain: bool) -> None:
-    """Split the blocks over a mesh in place; with ``plain``, which FSDP2 does not take, what does not learn is tensors.
+    """Split the blocks over a mesh in place: parameters become DTensors, which optimizers and checkpoints know.
 
-    A parameter is a DTensor, which optimizers, FSDP2 and checkpoints know. A plain one costs the host less in every
-    call; only a state dict has it as a DTensor.
+    With ``plain`` those that do not learn are tensors, which cost the host less and FSDP2 does not take.
     """
     ways = mesh.size()
     shared: dict[Any, Shared | None] = {}

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
@@ -136,10 +137,9 @@ class UNetConfig:
             raise ValueError(f"transformer_layers_per_block is {depths}: depths of each transformer need {_REVERSED}")
         for name in ("block_out_channels", *_PER_LEVEL, _REVERSED):
             values = getattr(self, name)
-            nested = name.endswith("transformer_layers_per_block")
             if name == _REVERSED and values is None:
                 continue
-            counts = [each for value in values for each in (value if nested and isinstance(value, tuple) else (value,))]
+            counts = pytree.tree_leaves(values) if name.endswith("transformer_layers_per_block") else values
             if not levels or len(values) != levels or not all(map(validate.is_count, counts)):
                 raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
         for name, known in _TYPES.items():
@@ -332,8 +332,7 @@ class ResnetBlock(nn.Module):
         residual = to_rows(x)
         if self.shortcut is not None:
             residual = linear(residual, self.shortcut.weight.flatten(1), self.shortcut.bias)
-        assert self.conv2.bias is not None
-        return to_images(conv_add(to_rows(hidden), self.conv2.bias, residual), hidden)
+        return to_images(conv_add(to_rows(hidden), self.conv2.bias, residual), hidden)  # type: ignore[arg-type]
 
 
 class TransformerBlock(nn.Module):
@@ -395,18 +394,16 @@ class TransformerBlock(nn.Module):
         return gated_gelu_product(normed, layer.weight, layer.bias)
 
 
-def enter(image: Tensor, ends: Sequence[Tensor | None], groups: int) -> Tensor:
+def enter(image: Tensor, ends: Sequence[Any], groups: int) -> Tensor:
     """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
     norm_weight, norm_bias, weight, bias, *_ = ends
-    assert norm_weight is not None and norm_bias is not None and weight is not None
     rows = to_rows(group_norm(image, None, norm_weight, norm_bias, groups, ENTRY_EPS, False))
     return linear(rows, weight.flatten(1), bias)
 
 
-def leave(rows: Tensor, image: Tensor, ends: Sequence[Tensor | None]) -> Tensor:
+def leave(rows: Tensor, image: Tensor, ends: Sequence[Any]) -> Tensor:
     """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
     *_, weight, bias = ends
-    assert weight is not None
     rows = linear(rows, weight.flatten(1), bias)
     return to_images(torch.add(rows, to_rows(image)), image)
 

@@ -64,11 +64,9 @@ class Conditions(nn.Module):
         ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is [B, F], for models that take
         them.
         """
-        config = self.config
-        dtype = self.time_embedding.linear_1.weight.dtype
+        config, dtype = self.config, self.time_embedding.linear_1.weight.dtype
         options = config.flip_sin_to_cos, config.freq_shift
-        embedded = sinusoids(timesteps, config.block_out_channels[0], *options)
-        embedded = self.time_embedding(embedded.to(dtype), cond)
+        embedded = self.time_embedding(sinusoids(timesteps, config.block_out_channels[0], *options).to(dtype), cond)
         if self.add_embedding is None:
             return embedded
         assert added is not None and config.addition_time_embed_dim is not None
@@ -232,7 +230,9 @@ class UNet(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         config, weight = self.config, self.conv_in.weight
-        _refuse(class_labels=class_labels, down_intrablock_additional_residuals=down_intrablock_additional_residuals)
+        if class_labels is not None or down_intrablock_additional_residuals is not None:
+            name = "down_intrablock_additional_residuals" if class_labels is None else "class_labels"
+            raise ValueError(f"{name} is given, which is not supported; leave it out")
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
             raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
@@ -316,9 +316,8 @@ def example_inputs(
     ``added_cond_kwargs`` where the model takes them. The size is the one that the model was trained on if left out.
     """
     config = model.config
-    if size is None:
-        trained = config.sample_size or 64
-        size = trained if isinstance(trained, int) else trained[0]
+    trained = config.sample_size or 64
+    size = size if size is not None else trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
         given = f"batch is {batch}, tokens {tokens}, size {size}"
         raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
@@ -328,9 +327,8 @@ def example_inputs(
         drawn = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
         return drawn.to(model.device, model.dtype)
 
-    sample = normal(batch, config.in_channels, size, size).contiguous(memory_format=torch.channels_last)
     inputs: dict[str, Any] = {
-        "sample": sample,
+        "sample": normal(batch, config.in_channels, size, size).contiguous(memory_format=torch.channels_last),
         "timestep": torch.randint(1000, (batch,), generator=generator, device="cpu").to(model.device),
         "encoder_hidden_states": normal(batch, tokens, config.cross_attention_dim),
     }
@@ -344,12 +342,6 @@ def example_inputs(
 
 
 # Checks of inputs.
-
-
-def _refuse(**unsupported: Any) -> None:
-    for name, value in unsupported.items():
-        if value is not None:
-            raise ValueError(f"{name} is given, which is not supported; leave it out")
 
 
 def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
@@ -384,31 +376,27 @@ def _check_conditions(
         if config.time_cond_proj_dim is None:
             raise ValueError("timestep_cond is given, but this model has no time_cond_proj_dim: leave it out")
         validate.tensor("timestep_cond", cond, f"{rows} {config.time_cond_proj_dim}")
+    width: Any = config.addition_time_embed_dim
     wanted = [] if config.addition_embed_type is None else ["text_embeds", "time_ids"]
     if sorted(added) != wanted:
         raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}")
     if wanted:
-        assert config.addition_time_embed_dim is not None
         text, sizes = added["text_embeds"], added["time_ids"]
         validate.tensor("text_embeds", text, f"{rows} X")
         validate.tensor("time_ids", sizes, f"{text.shape[0]} Y", hint=", as many rows as text_embeds")
-        channels = text.shape[1] + sizes.shape[1] * config.addition_time_embed_dim
-        if channels != config.projection_class_embeddings_input_dim:
-            raise ValueError(
-                f"text_embeds and time_ids: {text.shape[1]} + {sizes.shape[1]} × {config.addition_time_embed_dim} = "
-                f"{channels} channels; the model takes {config.projection_class_embeddings_input_dim}"
-            )
+        channels, takes = text.shape[1] + sizes.shape[1] * width, config.projection_class_embeddings_input_dim
+        if channels != takes:
+            sums = f"{text.shape[1]} + {sizes.shape[1]} × {width} = {channels} channels"
+            raise ValueError(f"text_embeds and time_ids: {sums}; the model takes {takes}")
 
 
 def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
-    batch = sample.shape[0]
-    of_sample: dict[str, Any] = {"like": sample.device, "like_name": "sample"}
-    channels = sum(model.time_projections.channels)
+    sizes = {"B": sample.shape[0], "S": len(model.time_projections.bias), "K": len(model.text_projections.weight)}
+    like: dict[str, Any] = {"sizes": sizes, "like": sample.device, "like_name": "sample"}
     hint = "; make it with this model's time_shifts, and take one step's of a whole run"
-    validate.tensor("timestep", shifts, f"{batch} {channels} | 1 {channels}", hint=hint, **of_sample)
-    channels = model.text_projections.weight.shape[0]
+    validate.tensor("timestep", shifts, "B S | 1 S", hint=hint, **like)
     hint = "; use this model's text_keys_values, with a row for each row of the sample"
-    validate.tensor("encoder_hidden_states", keys_values, f"{batch} L {channels}", hint=hint, **of_sample)
+    validate.tensor("encoder_hidden_states", keys_values, "B L K", hint=hint, **like)
 
 
 def _check_masks(
@@ -434,12 +422,9 @@ def _check_residuals(
     residuals: Sequence[Tensor] | None, middle: Tensor | None, config: UNetConfig, sample: Tensor
 ) -> None:
     (batch, _, height, width), skips = sample.shape, config.skips()
-    given: list[tuple[str, Tensor, tuple[int, int]]] = []
-    if residuals is not None:
-        if len(residuals) != len(skips):
-            raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
-        names = (f"down_block_additional_residuals[{index}]" for index in range(len(skips)))
-        given += zip(names, residuals, skips, strict=True)
+    if residuals is not None and len(residuals) != len(skips):
+        raise ValueError(f"down_block_additional_residuals has {len(residuals)} tensors, expected {len(skips)}")
+    given = [(f"down_block_additional_residuals[{i}]", each, skips[i]) for i, each in enumerate(residuals or ())]
     if middle is not None:
         given.append(("mid_block_additional_residual", middle, skips[-1]))
     for name, residual, (channels, size) in given:

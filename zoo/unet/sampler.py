@@ -1,11 +1,10 @@
 """Sampling: from noise and a text to latents, by a step that is captured once and diffusers' solvers as tables.
 
-Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps. A step
-reads its rows of the tables by an index on the device, and the host does nothing but launch it.
+Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps, which
+read their rows of these tables by an index on the device.
 
 A solver computes its next latents as a sum of latents and model outputs of this step and of a few before. So a step is
-a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step, and all steps of all solvers are
-the same work on the device.
+a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step.
 
 Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
 text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that a step passes
@@ -57,15 +56,11 @@ class Schedule:
 
 
 def make_schedule(scheduler: Any, steps: int) -> Schedule:
-    """The steps that a scheduler of diffusers takes, as tables on the CPU.
+    """The steps that a scheduler of diffusers takes, as tables on the CPU; the scheduler stays as it is.
 
-    Args:
-        scheduler: A scheduler of diffusers, which stays as it is. Its steps must be sums: no clipping, no thresholding,
-            no fresh noise.
-        steps: diffusers' ``num_inference_steps``. Some solvers run the model more often.
-
-    Raises:
-        TypeError, ValueError: If the scheduler or the number of steps is not supported; the message says why.
+    Its steps must be sums: no clipping, no thresholding, no fresh noise. ``steps`` is diffusers'
+    ``num_inference_steps``; some solvers run the model more often. TypeError or ValueError if the scheduler or the
+    number of steps is not supported.
     """
     name = type(scheduler).__name__
     if not hasattr(scheduler, "alphas_cumprod") or not hasattr(scheduler, "scale_model_input"):
@@ -105,11 +100,8 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
 
 
 def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors of the model's input [N], and the shares [N, N] of all steps' latents and outputs in each step's result.
-
-    Every step gets latents and an output of its own, each with a 1 where all others have a 0, so that its result lists
-    the shares.
-    """
+    """Factors of the model's input [N], and shares [N, N] of all steps' latents and outputs in each step's result."""
+    # Every step gets latents and an output of its own, each with a 1 where all others have a 0.
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
     trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -230,14 +222,13 @@ class Sampler:
         channels, reduction = model.config.in_channels, model.config.reduction
         if model.config.out_channels != channels or model.config.time_cond_proj_dim is not None:
             raise ValueError("the model takes more than latents, timestep and text: use diffusers' pipelines")
-        sizes = tuple(shape) if len(shape) == 4 else (0,) * 4
-        if not all(map(validate.is_count, sizes)) or sizes[1] != channels or any(n % reduction for n in sizes[2:]):
+        fits = len(shape) == 4 and all(map(validate.is_count, shape)) and shape[1] == channels
+        if not fits or any(size % reduction for size in shape[2:]):
             expected = f"[B, {channels}, H, W] with H and W divisible by {reduction}"
             raise ValueError(f"shape is {shape!r}, expected {expected}")
         _check_run(schedule, guidance_scale)
-        self.model, self.schedule, self.shape, self.guidance_scale = model, schedule, sizes, guidance_scale
-        self.cuda_graph = cuda_graph
-        self.captures = 0
+        self.model, self.schedule, self.shape, self.guidance_scale = model, schedule, tuple(shape), guidance_scale
+        self.cuda_graph, self.captures = cuda_graph, 0
         self._state: DenoiseState | None = None
         self._step: GraphedStep | None = None
 
@@ -295,7 +286,9 @@ class Sampler:
                     self.captures += 1
                 self._state = state
             state.begin(schedule, latents, shifts, keys_values, scale)
-            self._run(state, schedule.steps, guided)
+            step = denoise_step if self._step is None else self._step
+            for _ in range(schedule.steps):
+                step(model, state, guided)
         return state.tracks[0].clone()
 
     def _joined(self, sides: Mapping[str, Any], names: str, sizes: Mapping[str, int]) -> Tensor:
@@ -307,11 +300,6 @@ class Sampler:
             sizes = dict(zip(names.split(), given.shape[1:], strict=True))
             rows.append(given.expand(self.shape[0], *given.shape[1:]))
         return torch.cat(rows)
-
-    def _run(self, state: DenoiseState, steps: int, guided: bool) -> None:
-        step = denoise_step if self._step is None else self._step
-        for _ in range(steps):
-            step(self.model, state, guided)
 
 
 def _check_run(schedule: Schedule, scale: float) -> None:
