@@ -338,7 +338,7 @@ def sampler_of(**options: Any) -> NeighborSampler:
 LOSSES: list[tuple[Any, ...]] = [
     ({"weight": torch.ones(37, 15)}, r"x \[20, 16\] and weight \[37, 15\] do not fit"),
     ({"labels": torch.zeros(19, dtype=torch.int64)}, r"labels are \[19\], expected .*\[20\]"),
-    ({"labels": torch.zeros(20, dtype=torch.int32)}, r"torch\.int32, expected torch\.int64", TypeError),
+    ({"labels": torch.zeros(20, dtype=torch.int32)}, r"torch\.int32, expected int64", TypeError),
     ({"weight": torch.ones(37, 16).bfloat16()}, r"float32 and weight torch\.bfloat16; convert", TypeError),
     ({"labels": torch.full((20,), 37)}, "from 37 to 37, but the number of classes is 37: pass 0 to 36, or -100"),
     ({"labels": torch.full((20,), -1)}, "labels has values from -1 to -1"),

@@ -172,7 +172,7 @@ class RegionCall:
             module.__dict__.pop("forward", None)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entries = self.entries.get(_shapes(args))
+        entries = self.entries.get(_shapes(args)) if self.entries else None
         if entries is not None and not self._needs_dynamo(module):
             arguments = self._bind(module, args, kwargs)
             for guards, run, _ in entries:
