@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -193,9 +194,10 @@ def race(
 ) -> None:
     """In every round each arm works once, alone, in an order drawn for that round.
 
-    Before the rounds each arm measures once how many calls fill a turn. An arm that fails drops out with its reason;
-    the others go on. Samples of the arm that is in several groups are appended,
-    under round numbers from ``first_round`` on, so that groups do not mix.
+    Before the rounds each arm measures once how many calls fill a turn. With a GPU all turns of a round run on one
+    core, drawn for it: on a shared machine some cores are slower than others, and a process would stay on its own. An
+    arm that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are
+    appended, under round numbers from ``first_round`` on, so that groups do not mix.
     """
     draw = random.Random(seed)
     for arm in arms:
@@ -203,16 +205,18 @@ def race(
             if arm.ok:
                 arm.calls = arm.ask("calibrate")["calls"]
                 arm.result.steady = arm.result.steady or Steady()
+    on_gpu = hasattr(os, "sched_setaffinity") and all(arm.case.device != "cpu" for arm in arms)
+    cores = sorted(os.sched_getaffinity(0)) if on_gpu else [None]
     for number in range(rounds):
-        order = [arm for arm in arms if arm.ok]
+        order, core = [arm for arm in arms if arm.ok], draw.choice(cores)
         draw.shuffle(order)
         for arm in order:
             with failures_of(arm):
-                _turn(arm, first_round + number, monitor)
+                _turn(arm, first_round + number, core, monitor)
 
 
-def _turn(arm: ArmRun, number: int, monitor: Monitor) -> None:
-    timed = arm.ask("round", calls=arm.calls)
+def _turn(arm: ArmRun, number: int, core: int | None, monitor: Monitor) -> None:
+    timed = arm.ask("round", calls=arm.calls, core=core)
     # Read right after the work and outside of it: the query itself would disturb the clocks.
     clock, power = (monitor.sm_clock(), monitor.power()) if arm.case.device != "cpu" else (None, None)
     steady = arm.result.steady

@@ -296,8 +296,10 @@ class Handler:
         with execution_mode(self.case):
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
-    def round(self, *, calls: int) -> Reply:
-        """Back-to-back calls, after some that wait for the device each and tell the host's time."""
+    def round(self, *, calls: int, core: int | None = None) -> Reply:
+        """Back-to-back calls, after some that wait for the device each and tell the host's time, on one core or any."""
+        if core is not None and (self.trainer is None or self.trainer.training.loader is None):
+            machine.stay_on(core)  # a loader has threads and processes that work beside the step
         with execution_mode(self.case):
             host_ms = timing.host(self.step, self.device)
             with nullcontext() if self.trainer is None else self.trainer.timed():

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +43,14 @@ class Runner:
         self.name = name
         self.fails_at = fails_at
         self.rounds = 0
+        self.cores: list[int | None] = []
         self.killed = False
 
     def ask(self, operation: str, **payload: Any) -> dict[str, Any]:
         if operation == "calibrate":
             return {"calls": 7}
-        assert operation == "round" and payload == {"calls": 7}
+        assert operation == "round" and payload["calls"] == 7
+        self.cores.append(payload["core"])
         if self.rounds == self.fails_at:
             raise WorkerFailure("crashed", "killed by SIGSEGV during round")
         self.rounds += 1
@@ -70,6 +73,15 @@ def start(*runners: Runner, device: str = "cpu") -> list[ArmRun]:
 
 def go(arms: list[ArmRun], **options: Any) -> None:
     race(arms, **{"rounds": 20, "first_round": 0, "seed": 0, "monitor": Monitor(), **options})
+
+
+def test_with_a_gpu_the_turns_of_a_round_run_on_one_core_drawn_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 3})
+    a, b = Runner("a"), Runner("b")
+    go(start(a, b, device="cuda"))
+    assert a.cores == b.cores and set(a.cores) == {1, 2, 3}
+    go(start(c := Runner("c")))
+    assert set(c.cores) == {None}  # on a CPU the work itself is on all of them
 
 
 def test_every_arm_works_once_a_round_in_an_order_that_changes_and_is_the_seeds():
