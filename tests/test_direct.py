@@ -157,6 +157,28 @@ def test_what_a_kernel_fills_is_allocated_as_it_is_viewed(launches, monkeypatch)
     assert "((3, 16, 2, 2), (64, 1, 32, 16), torch.float32)" in source and "_reinterpret_tensor" not in source
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_convolution_in_half_precision_is_cudnns(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def cudnn(x: Tensor, weight: Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_: bool) -> Tensor:
+        calls.append((padding, stride, dilation))
+        return F.conv2d(x, weight, None, stride, padding, dilation, groups)
+
+    monkeypatch.setattr(torch, "cudnn_convolution", cudnn)
+    monkeypatch.setattr(direct, "_suits_cudnn", lambda images: images.dtype == torch.bfloat16)
+
+    def two(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(x, weight, None, (2, 1), (1, 2), 3), weight, padding="same")
+
+    given = [torch.randn(size, dtype=torch.bfloat16, requires_grad=learns) for size in ((2, 4, 16, 16), (4, 4, 3, 3))]
+    torch.testing.assert_close(compiled(two)(*given), two(*given))
+    assert [[*map(tuple, each)] for each in calls] == [[(1, 2), (2, 1), (3, 3)]] + [[(1, 1)] * 3] * learns
+    monkeypatch.setattr(torch._C, "_get_cudnn_enabled", lambda: False)
+    torch.testing.assert_close(compiled(two)(*given), two(*given))
+    assert len(calls) == 1 + learns
+
+
 def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
     """Compile a function to straight-line code, compare its result, and name what the code calls."""
     names: list[str] = []

@@ -4,6 +4,7 @@ Triton runs here on a GPU that is not there: it compiles for one, and launches a
 """
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
 
@@ -20,6 +22,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.knobs import HookChain
+from triton.runtime import _allocation
 
 from benchmarks.compiler import _forget
 from tests import (
@@ -120,6 +124,42 @@ def test_a_bound_launch_runs_what_triton_would_run(between: bool, gpu: Gpu, monk
     for each in (tensors[0], tensors[2]):
         bound(*each)
     assert [(kernel, [*given]) for kernel, given in launched] == [expected[0], expected[2]]
+
+
+@pytest.mark.parametrize("scratch", [0, 16])
+def test_a_bound_launch_hands_to_c_what_tritons_launcher_does(scratch: int, gpu: Gpu, monkeypatch) -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    in_c: list[Any] = []
+    by_python: list[Any] = []
+
+    class Launcher(CudaLauncher):
+        gsan_enabled, num_ctas, launch_cooperative_grid, launch_pdl = False, 1, False, True
+        global_scratch_align = profile_scratch_align = 1
+        arg_annotations, kernel_signature, profile_scratch_size = "annotations", "signature", 0
+
+        def __init__(self, *_: Any) -> None:
+            self.global_scratch_size = scratch
+
+        def launch(self, *given: Any) -> None:
+            flat = pytree.tree_leaves(given)
+            flat = [each.data_ptr() if isinstance(each, Tensor) else each for each in flat]
+            in_c.append([None if isinstance(each, HookChain) else each for each in flat])
+
+        def __call__(self, *given: Any) -> None:
+            by_python.append(given)
+            super().__call__(*given)
+
+    Launcher.__call__.__signature__ = inspect.signature(CudaLauncher.__call__)
+    monkeypatch.setattr(gpu, "launcher_cls", Launcher)
+    allocator = _allocation._allocator.set(lambda size, *_: size)
+    out, scale, inputs = torch.empty(2, 32), torch.randn(32), [torch.randn(2, 32) for _ in range(2)]
+    bound = _scaled.bound((2,), [None, None, None, 2, 32], [0, 1, 2], {"COLUMNS": 32, "num_warps": 1})
+    for x in inputs * 2:
+        bound(x, scale, out)
+    _allocation._allocator.reset(allocator)
+    assert in_c[:2] == in_c[2:] and len(by_python) == (4 if scratch else 1)
+    assert in_c[0][0:3] == [2, 1, 1] and in_c[0][-5:] == [scale.data_ptr(), out.data_ptr(), 2, 32, 32]
 
 
 @kernel

@@ -221,10 +221,10 @@ def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
 def _call_libraries(graph: fx.Graph) -> None:
     """Convolutions, and ``F.linear`` on rows, as the call behind them.
 
-    ``torch.convolution`` and ``torch.addmm`` take two thirds of the host's time.
+    ``torch.convolution`` and ``torch.addmm`` take two thirds of the host's time, and cuDNN's convolution a half.
     """
     for node in list(graph.nodes):
-        if node.target is torch.conv2d:
+        if node.target in (torch.conv2d, _aten.convolution.default):
             _call_convolution(graph, node)
         if node.target is not F.linear or node.kwargs:
             continue
@@ -239,16 +239,46 @@ def _call_libraries(graph: fx.Graph) -> None:
 
 
 def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
-    """``torch.conv2d`` of a batch as the ``torch.convolution`` that it calls, unless its padding is a word."""
-    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    usual = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    """A convolution of a batch as ``torch.convolution``, or as cuDNN's where torch would call that.
+
+    Left as it is if its padding is a word.
+    """
+    names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
+    if node.target is _aten.convolution.default:
+        names[6:] = ["transposed", "output_padding", "groups"]
+    usual = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "transposed": False}
     given: dict[str, Any] = {**usual, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-    x, weight, bias, *geometry, groups = (given[name] for name in names)
+    x, weight, bias, *geometry = (given[name] for name in names[:6])
     alike = {each.meta["example_value"].dtype for each in (node, x, weight, bias) if each is not None}
     # Autocast casts the arguments of torch.conv2d, and not those of torch.convolution.
-    if x.meta["example_value"].dim() == 4 and len(alike) == 1 and not isinstance(given["padding"], str):
-        pairs = [(each, each) if isinstance(each, int) else each for each in geometry]
-        _replace(graph, node, torch.convolution, (x, weight, bias, *pairs, False, (0, 0), groups))
+    if x.meta["example_value"].dim() != 4 or len(alike) > 1 or isinstance(given["padding"], str) or given["transposed"]:
+        return
+    pairs = [(each, each) if isinstance(each, int) else each for each in geometry]
+    if bias is None and given["groups"] == 1 and all(_suits_cudnn(each.meta["example_value"]) for each in (x, node)):
+        _replace(graph, node, convolution_by_cudnn, (x, weight, *pairs))
+    else:
+        _replace(graph, node, torch.convolution, (x, weight, bias, *pairs, False, (0, 0), given["groups"]))
+
+
+def _suits_cudnn(images: Tensor) -> bool:
+    """Whether torch gives convolutions of these to cuDNN whatever its settings of precision are."""
+    if images.device.type != "cuda" or torch.version.hip is not None or not _has_fixed_layout(images):
+        return False
+    half = images.dtype == torch.float16 or (images.dtype == torch.bfloat16 and _capability(images.device) >= (8, 0))
+    return half and 0 < images.numel() < 2**31
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def convolution_by_cudnn(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """``torch.convolution`` in half precision, without torch's choice of a library, which takes the host as long."""
+    settings = torch._C
+    if not settings._get_cudnn_enabled():
+        return torch.convolution(x, weight, None, stride, padding, dilation, False, (0, 0), 1)
+    deterministic = settings._get_cudnn_deterministic() or settings._get_deterministic_algorithms()
+    benchmark = settings._get_cudnn_benchmark()
+    return torch.cudnn_convolution(x, weight, padding, stride, dilation, 1, benchmark, deterministic, False)
 
 
 def _launches(node: fx.Node) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -108,6 +109,31 @@ def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
     return value if tile is None else TensorDescriptor.from_tensor(tensor, tile)
 
 
+# What Triton's launcher takes after the grid, the stream and the function, and what it hands on to the launch in C, by
+# its own parameters after those. It is Python that gives a kernel memory of its own, which ours do not ask for.
+_BY_PYTHON = "metadata, None, None, None, {values}"
+_IN_C = {
+    ("args",): "launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, " + _BY_PYTHON,
+    ("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"): (
+        "launcher.launch_cooperative_grid, launcher.launch_pdl, metadata, None, None, None, None, None, "
+        "launcher.arg_annotations, launcher.kernel_signature, ({values},)"
+    ),
+}
+
+
+def _arguments_in_c(launcher_class: Any) -> str | None:
+    """What this Triton's launcher hands on, None if it is another one."""
+    parameters = [*inspect.signature(launcher_class.__call__).parameters][1:]
+    known = parameters[:5] == ["gridX", "gridY", "gridZ", "stream", "function"]
+    return _IN_C.get(tuple(parameters[5:])) if known else None
+
+
+def _launch_in_c(launcher: Any) -> Callable[..., None] | None:
+    """The launch in C of a compiled kernel, if Python has nothing to do for it."""
+    sizes = launcher.global_scratch_size, launcher.profile_scratch_size
+    return None if any(sizes) or getattr(launcher, "gsan_enabled", False) else launcher.launch
+
+
 class Kernel(JITFunction):  # type: ignore[misc]
     """A Triton kernel whose launches are kept.
 
@@ -166,38 +192,39 @@ class Kernel(JITFunction):  # type: ignore[misc]
         driver = triton.runtime.driver.active
         tile_of = dict(zip(positions, tiles or [None] * len(positions), strict=True))
         values = [*arguments, *self._unnamed(len(arguments), options)]
+        in_c = _arguments_in_c(driver.launcher_cls)
 
         def launch_anew(*tensors: Tensor) -> None:
             given = [*arguments]
             for position, tensor in zip(positions, tensors, strict=True):
                 given[position] = by_tile(tensor, tensor, tile_of[position])
-            aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
-            if names["run"] is not None or not aligned:
+            if names["device"] is not None or any(tensor.data_ptr() % 16 for tensor in tensors):
                 self.launch(grid, *given, **options)
-            elif hasattr(compiled := self.run(*given, grid=grid, warmup=False, **options), "packed_metadata"):
-                names.update(
-                    run=compiled.run, function=compiled.function, metadata=compiled.packed_metadata,
-                    device=driver.get_current_device(),
-                )  # fmt: skip
+                return
+            compiled = self.run(*given, grid=grid, warmup=False, **options)
+            if hasattr(compiled, "packed_metadata"):
+                run = compiled.run if in_c is None else _launch_in_c(compiled.run)
+                names.update(run=run, launcher=compiled.run, function=compiled.function)
+                names.update(metadata=compiled.packed_metadata, device=driver.get_current_device())
 
         # Written out, since the host spends half of a launch in loops over its arguments otherwise.
         passed = [f"a{place}" if place in tile_of else f"v{place}" for place in range(len(values))]
         for place in (each for each, tile in tile_of.items() if tile):
             passed[place] = f"by_tile(a{place}, t{place}, tile_of[{place}])"
-        tensors = ", ".join(f"t{place}" for place in positions)
+        tensors, size = ", ".join(f"t{place}" for place in positions), ", ".join(map(str, (*grid, 1, 1)[:3]))
+        rest = (in_c or _BY_PYTHON).format(values=", ".join(passed))
         source = f"""
 def launch({tensors}):
     {"; ".join(f"a{place} = t{place}.data_ptr()" for place in positions)}
     if run is None or ({" | ".join(f"a{place}" for place in positions)}) % 16 or is_watched():
         launch_anew({tensors})
     else:
-        run({", ".join(map(str, (*grid, 1, 1)[:3]))}, stream(device), function, metadata, None, None, None,
-            {", ".join(passed)})
+        run({size}, stream(device), function, {rest})
 """
         names: dict[str, Any] = {
-            "__name__": __name__, "run": None, "launch_anew": launch_anew, "is_watched": self._is_watched,
-            "stream": driver.get_current_stream, "by_tile": by_tile, "tile_of": tile_of,
-            **{f"v{place}": value for place, value in enumerate(values)},
+            "__name__": __name__, "run": None, "device": None, "launch_anew": launch_anew,
+            "stream": driver.get_current_stream, "is_watched": self._is_watched, "by_tile": by_tile,
+            "tile_of": tile_of, **{f"v{place}": value for place, value in enumerate(values)},
         }  # fmt: skip
         exec(compile(source, f"<launch of {self.fn.__name__}>", "exec"), names)
         return names["launch"]  # type: ignore[no-any-return]
