@@ -181,7 +181,8 @@ def _claims(spec: Spec, rows: Rows) -> str:
 
 
 def _arms(spec: Spec, rows: Rows) -> str:
-    shown = _races(spec, rows)
+    wanted = spec.options.get("workload")
+    shown = [race for race in _races(spec, rows) if wanted in (None, option(race, "workload"))]
     return f"{tables.markdown(*tables.arms(shown))}\n\n{_origin(shown)}"
 
 
@@ -363,7 +364,7 @@ TABLES: dict[str, tuple[Sequence[str], Callable[[Spec, Rows], str]]] = {
     "claims": ((), _claims),
     "startup": (SELECTING, lambda spec, rows: deploy.tables(spec.options, rows) or _nothing(spec, "benchmarks.deploy")),
     "parallel": ((), _parallel),
-    "arms": (("extra",), _arms),
+    "arms": (("extra", "workload"), _arms),
     "race": (OF_RACE, _of_race(_race)),
     "compile": (OF_RACE, _of_race(_compile)),
     "decomposition": (OF_RACE, _of_race(lambda race: tables.markdown(*tables.decomposition(race)))),
