@@ -350,14 +350,14 @@ def batch_statistics(
 def norm_act_backward(
     grad: Tensor, x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, out: Tensor | None,
     eps: float, of_batch: bool, affine: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, weight, bias, the residual, and its weight and bias; None where there is none to be had.
 
     ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
     """
     grad, x = pixels_of(grad), pixels_of(x)
     out, other = (None if each is None else pixels_of(each) for each in (out, residual))
-    totals, affines = None, [None] * 4
+    totals, affines = None, list(NO_NORM)
     if of_batch or affine:
         affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
         kinds = 2 if other is None else 3
