@@ -85,13 +85,12 @@ def rows_of(graph: GraphTensors) -> Rows:
 
 def columns_of(graph: GraphTensors) -> Rows:
     """The edges by source, which the gradients of kernels walk."""
-    transpose = graph.transpose
-    if transpose is None:
+    if graph.transpose is None:
         raise RuntimeError(
             "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
             "forward with gradients enabled on a CSRGraph or on raw edges"
         )
-    return Rows(transpose.colptr, transpose.destination, *(transpose.split or ()))
+    return Rows(graph.transpose.colptr, graph.transpose.destination, *(graph.transpose.split or ()))
 
 
 def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Tensor:

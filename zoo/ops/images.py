@@ -333,10 +333,10 @@ def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
 
     The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
     """
-    weight, bias, mean, variance = norm[:4]
-    if not norm.of_batch and _kernels_fit(x, None, weight, bias) and not differentiated(x, weight, bias):
+    given = x, norm.weight, norm.bias
+    if not norm.of_batch and _kernels_fit(x, None, *given) and not differentiated(*given):
         _check(x, None, norm)
-        return kernels.batch_norm.norm_act_pool(x, mean, variance, weight, bias, norm.eps)
+        return kernels.batch_norm.norm_act_pool(x, _tensors(x, norm), norm.eps)
     return max_pool(norm_act(x, norm))
 
 
@@ -344,7 +344,7 @@ def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     """The same of x [N, C, H, W] and bias [C], without a norm."""
     if _kernels_fit(x, None, bias) and not differentiated(x, bias):
         _check(x, None, (None, bias))
-        return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
+        return kernels.batch_norm.norm_act_pool(x, (None, None, None, bias), 0.0)
     # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
     return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
 

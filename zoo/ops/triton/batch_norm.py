@@ -524,12 +524,10 @@ def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS
         first, second = third, fourth
 
 
-def norm_act_pool(
-    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None, bias: Tensor, eps: float
-) -> Tensor:
+def norm_act_pool(x: Tensor, norm: Tensors, eps: float) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
     pixels, out, share, grid = _pool_launch(x)
-    _pool[grid](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **POOL)
+    _pool[grid](pixels, *norm, out, *pixels.shape[1:], share, eps, **POOL)
     return out.permute(0, 3, 1, 2)
 
 
@@ -544,10 +542,9 @@ def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
     """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
     grad, which = pixels_of(grad), pixels_of(which)
-    images, lines, columns, channels = grad.shape
-    grad_x = grad.new_empty(images, height, width, channels)
-    share, grid = lines_to_pool(images, lines, columns, channels)
-    _max_pool_backward[grid](grad, which, grad_x, height, width, channels, share, **POOL)
+    grad_x = grad.new_empty(grad.shape[0], height, width, grad.shape[3])
+    share, grid = lines_to_pool(*grad.shape)
+    _max_pool_backward[grid](grad, which, grad_x, *grad_x.shape[1:], share, **POOL)
     return grad_x.permute(0, 3, 1, 2)
 
 
