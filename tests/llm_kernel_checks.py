@@ -19,8 +19,6 @@ from zoo.ops.transformer import rms_norm, swiglu
 from zoo.ops.triton import decode as products
 
 pytestmark = MARKS
-# Kernels begin early on a GPU that lets them.
-OVERLAP = DEVICE == "cuda" and torch.cuda.get_device_capability()[0] >= 9
 # The interpreter multiplies matrices of bfloat16 as if they were integers.
 DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat16])]
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -42,13 +40,11 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     exact, exact_weight = x.double(), weight.double()
     normed = rms_norm(exact, norm.double(), 1e-5)
     for given in (None, bias):
-        found = products.linear(x, weight, OVERLAP, norm, 1e-5, given)
+        found = products.linear(x, weight, norm, 1e-5, given)
         close(found, F.linear(normed, exact_weight, *wide(given)), dtype)
-    close(
-        products.linear(x, weight, OVERLAP, residual=residual), residual.double() + F.linear(exact, exact_weight), dtype
-    )
+    close(products.linear(x, weight, residual=residual), residual.double() + F.linear(exact, exact_weight), dtype)
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
-    close(products.linear(x, pair, OVERLAP, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
+    close(products.linear(x, pair, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
 
 
 @pytest.mark.parametrize("dtype", DOTS)

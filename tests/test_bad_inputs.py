@@ -20,7 +20,7 @@ from zoo.gnn import Bucket, CSRGraph, GATConv, GCNConv, GNNLayer, NeighborSample
 from zoo.gnn.model import build
 from zoo.llm import RopeScaling
 from zoo.ops.csr import mean_neighbours
-from zoo.ops.images import conv_add, windows
+from zoo.ops.images import conv_add
 from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, short_attention
 from zoo.resnet import fold_batch_norm
 from zoo.training import AdamW, LinearCrossEntropy, TrainingStep, checkpoint_regions
@@ -604,7 +604,6 @@ def images() -> list[Refusal]:
             (lambda given=given: gated_gelu_product(x, *given), product)
             for given in ((torch.randn(7, 8), row[:7]), (torch.randn(6, 7), row[:6]), (torch.randn(6, 8), row))
         ),
-        (lambda: windows(one, 0), "stride is 0, expected at least 1"),
         *(
             (lambda given=given: short_attention(one, *given), keys)
             for given in ((one[:1], one[:1]), (one, one[:, :3]), (one[..., :4], one[..., :4]))

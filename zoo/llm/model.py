@@ -300,10 +300,10 @@ class LLMLayer(nn.Module):
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
-        head_norms = [None if each is None else each.weight for each in (self.q_norm, self.k_norm)]
+        q_norm, k_norm = (None if each is None else each.weight for each in (self.q_norm, self.k_norm))
         add_parts, first = getattr(self.o_proj, "add_parts", None), getattr(self.o_proj, "is_first", True)
         return decode_layer(
-            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, *head_norms, self.o_proj.weight,
+            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, q_norm, k_norm, self.o_proj.weight,
             norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
             add_parts, first,
         )  # fmt: skip

@@ -6,6 +6,7 @@ Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and 
 head, M rows of features, C columns, N rows of a weight.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,19 +141,31 @@ def decodes(x: Tensor, cache: Tensor, *weights: Tensor) -> bool:
     return heads_fit(cache.shape[-1]) and few_rows(x, *weights) and kernels_run(cache)
 
 
-def decode_layer(x: Tensor, *arguments: Any) -> Tensor:
-    """A decoder layer for one new token a row: x [M, C] -> [M, C]. See ``zoo.llm.LLMLayer``, which it runs for.
+def decode_layer(
+    x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
+    qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,
+    gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
+    add_parts: Callable[[Tensor], Tensor] | None = None, first: bool = True,
+) -> Tensor:  # fmt: skip
+    """A decoder layer for one new token a row, by kernels alone: x [M, C] -> [M, C]. Runs for ``zoo.llm.LLMLayer``.
 
     Each kernel begins while the one before it ends, by programmatic dependent launch. Not where Inductor compiles them,
     in a model compiled as a whole: torch 2.11 ignores ``launch_pdl`` of a kernel that it traces. In one CUDA graph 24
     dependent products of a row take 78 us so, and 102 us without the overlap (one H200, Triton 3.6).
 
     Cache [2, M, K, S, D] is written in place at positions [M] int64; rotary [M, D] are the positions' cosines and
-    sines; the rest are the layer's weights and numbers.
+    sines. Of a layer that is split over processes, ``add_parts`` adds their parts, the first's with the residual.
     """
-    return kernels.decode.decode_layer(x, *arguments)
+    linear = kernels.decode.linear
+    qkv = linear(x, qkv_weight, norm, eps, qkv_bias)
+    mixed = kernels.decode.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+    x = linear(mixed, o_weight, residual=x if first else None)
+    x = x if add_parts is None else add_parts(x)
+    hidden = linear(x, gate_up_weight, norm_after, eps, gated=True)
+    x = linear(hidden, down_weight, residual=x if first else None)
+    return x if add_parts is None else add_parts(x)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
-    return kernels.decode.linear(x, weight, kernels.decode.can_overlap(x.device), norm, eps)
+    return kernels.decode.linear(x, weight, norm, eps)

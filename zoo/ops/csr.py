@@ -1,9 +1,9 @@
 """A graph in compressed sparse rows; sums, means, maxima and attention over its edges; and draws among them.
 
 One node with 200,000 neighbours must not keep all others waiting. A row several times longer than the mean is cut into
-chunks, reduced at the same time as the short rows, and a second small kernel merges the chunks of each long row in
-their order: no atomics, and the same bits at every run. Kernels sum in float32 and hold no tensor of E x C. Graph
-attention is https://arxiv.org/abs/1710.10903.
+chunks, reduced at the same time as the short rows, and a second kernel merges the chunks of each in their order: no
+atomics, and the same bits at every run. Kernels sum in float32 and hold no tensor of E x C. Graph attention is
+https://arxiv.org/abs/1710.10903.
 
 Shape legend: S sources, D destinations, E edges, R rows (destinations; sources in the transpose), X chunks and L long
 rows at most, H heads, W columns, C channels.
@@ -85,13 +85,12 @@ def rows_of(graph: GraphTensors) -> Rows:
 
 def columns_of(graph: GraphTensors) -> Rows:
     """The edges by source, which the gradients of kernels walk."""
-    transpose = graph.transpose
-    if transpose is None:
+    if graph.transpose is None:
         raise RuntimeError(
             "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
             "forward with gradients enabled on a CSRGraph or on raw edges"
         )
-    return Rows(transpose.colptr, transpose.destination, *(transpose.split or ()))
+    return Rows(graph.transpose.colptr, graph.transpose.destination, *(graph.transpose.split or ()))
 
 
 def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Tensor:
@@ -222,8 +221,7 @@ class _CsrSum(torch.autograd.Function):
         t_weight: Tensor | None, destination: Tensor, *tables: Any,
     ) -> Tensor:  # fmt: skip
         ctx.own, ctx.channels, ctx.width, ctx.chunk_size = own, channels, x.shape[1], tables[9]
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.weight_dtype, ctx.bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
         # The features are needed for the gradient of weights alone.
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, scale, t_weight, tables[1], destination, *tables[5:9])
@@ -234,16 +232,16 @@ class _CsrSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, t_weight, source, destination, *tables = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
-        channels = ctx.channels
+        of_sums = grad[:, : ctx.channels]
         if ctx.needs_input_grad[0]:
             columns, own = Rows(*(*tables, ctx.chunk_size)), _OTHER_WAY[ctx.own]
             width = ctx.width // 2 if ctx.own == "add" else ctx.width
             grad_x = kernels.csr.csr_sum(grad, columns, t_weight, scale, None, None, own, width)
         if ctx.needs_input_grad[1]:
-            x = x[:, :channels].index_select(0, source).to(accumulation_dtype(x.dtype))
-            grad_weight = (x * grad[:, :channels].index_select(0, destination)).sum(1).to(ctx.weight_dtype)
+            x = x[:, : ctx.channels].index_select(0, source).to(accumulation_dtype(x.dtype))
+            grad_weight = (x * of_sums.index_select(0, destination)).sum(1).to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = grad[:, :channels].sum(0, dtype=ctx.bias_dtype)
+            grad_bias = of_sums.sum(0, dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, *(None,) * 15
 
 

@@ -26,6 +26,7 @@ from zoo.ops.common import (
     KERNEL_DTYPES,
     accumulation_dtype,
     ceil_div,
+    compute_dtype,
     differentiated,
     is_unmodified,
     kernels_run,
@@ -77,22 +78,19 @@ def upsample(x: Tensor) -> Tensor:
 
 def conv3(x: Tensor, weight: Tensor) -> Tensor:
     """A 3 × 3 convolution with a padding of 1 and no bias: [B, C_in, H, W] -> [B, C_out, H, W]."""
-    if windows_run(x, weight, 1):
-        return _product_of_windows(x, weight, None, 1)
-    return F.conv2d(x, weight, padding=1)
+    return _product_of_windows(x, weight, None, 1) if windows_run(x, weight, 1) else F.conv2d(x, weight, padding=1)
 
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for inference."""
-    bias = layer.bias
-    if bias is None or not kernels_run(x, layer.weight, bias):
+    weight, bias, stride = layer.weight, layer.bias, layer.stride[0]
+    if bias is None or not kernels_run(x, weight, bias):
         return layer(x)
-    if differentiated(x, layer.weight, bias) and not is_unmodified(layer, nn.Conv2d):
+    if differentiated(x, weight, bias) and not is_unmodified(layer, nn.Conv2d):
         return layer(x)
-    stride, usual = layer.stride[0], layer.kernel_size == (3, 3) and layer.padding == (1, 1)
-    if usual and windows_run(x, layer.weight, stride):
-        return _product_of_windows(x, layer.weight, bias, stride)
-    x = layer._conv_forward(x, layer.weight, None)
+    if layer.kernel_size == (3, 3) and layer.padding == (1, 1) and windows_run(x, weight, stride):
+        return _product_of_windows(x, weight, bias, stride)
+    x = layer._conv_forward(x, weight, None)
     return to_images(conv_add(to_rows(x), bias), x)
 
 
@@ -108,22 +106,9 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
     return not differentiated(x, weight) and kernels_run(x, weight)
 
 
-def windows(x: Tensor, stride: int) -> Tensor:
-    """What a 3 × 3 convolution with a padding of 1 multiplies: [B, H, W, C] -> [B H' W', 9 C].
-
-    H' and W' are H / stride and W / stride, rounded up; a stride below 1 is a ValueError. Numbers of a row lie as those
-    of a weight in channels_last.
-    """
-    if stride < 1:
-        raise ValueError(f"stride is {stride}, expected at least 1")
-    if kernels_run(x) and not differentiated(x):
-        return kernels.tiles.windows(x, stride)
-    around = F.pad(x, (0, 0, 1, 1, 1, 1)).unfold(1, 3, stride).unfold(2, 3, stride)
-    return around.permute(0, 1, 2, 4, 5, 3).reshape(-1, 9 * x.shape[3])
-
-
 def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    rows = F.linear(windows(x.permute(0, 2, 3, 1), stride), weight.permute(0, 2, 3, 1).flatten(1), bias)
+    windows = kernels.tiles.windows(x.permute(0, 2, 3, 1), stride)
+    rows = F.linear(windows, weight.permute(0, 2, 3, 1).flatten(1), bias)
     return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
 
 
@@ -146,11 +131,9 @@ def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
     if not (usual and x.numel() and kernels_run(x, conv.weight)) or differentiated(x):
         x = x.contiguous(memory_format=torch.channels_last)
         return F.conv2d(x, conv.weight, None, *options)  # type: ignore[arg-type]
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     height, width = (x.shape[2] + 1) // 2 + 3, (x.shape[3] + 1) // 2 + 3
     depth = 8 if x.shape[1] <= 2 else 16  # a multiple of eight, and a power of two
-    squares = space_to_depth(x, _IMAGE_OFFSET, height, width, depth, dtype)
+    squares = space_to_depth(x, _IMAGE_OFFSET, height, width, depth, compute_dtype(x))
     # Under autocast the convolution narrows its weight.
     return F.conv2d(squares, space_to_depth(conv.weight, _WEIGHT_OFFSET, 4, 4, depth, conv.weight.dtype))
 
@@ -164,7 +147,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     if kernels_run(x) and not differentiated(x):
         return kernels.tiles.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
-    wide = F.pad(x if x.dtype == dtype else x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
+    wide = F.pad(x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
     squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
 
@@ -180,10 +163,9 @@ def group_norm(
 
     A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
     """
-    given = x, weight, bias, shift
-    if not _group_norm_fits(groups, *given):
+    if not _group_norm_fits(groups, x, weight, bias, shift):
         return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
-    if differentiated(*given):
+    if differentiated(x, weight, bias, shift):
         return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
     return kernels.group_norm.group_norm(x, None, shift, weight, bias, groups, eps, silu)[0]
 
@@ -351,10 +333,10 @@ def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
 
     The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
     """
-    weight, bias, mean, variance = norm[:4]
-    if not norm.of_batch and _kernels_fit(x, None, weight, bias) and not differentiated(x, weight, bias):
+    given = x, norm.weight, norm.bias
+    if not norm.of_batch and _kernels_fit(x, None, *given) and not differentiated(*given):
         _check(x, None, norm)
-        return kernels.batch_norm.norm_act_pool(x, mean, variance, weight, bias, norm.eps)
+        return kernels.batch_norm.norm_act_pool(x, _tensors(x, norm), norm.eps)
     return max_pool(norm_act(x, norm))
 
 
@@ -362,7 +344,7 @@ def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
     """The same of x [N, C, H, W] and bias [C], without a norm."""
     if _kernels_fit(x, None, bias) and not differentiated(x, bias):
         _check(x, None, (None, bias))
-        return kernels.batch_norm.norm_act_pool(x, None, None, None, bias, 0.0)
+        return kernels.batch_norm.norm_act_pool(x, (None, None, None, bias), 0.0)
     # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
     return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
 
@@ -394,9 +376,8 @@ class _MaxPool(torch.autograd.Function):
 
 
 # The library calls below have bias, residual and relu in them, for models whose norms are folded. They stay behind
-# torch.library: cuDNN's have no rule for the shapes of their outputs, so no compiler takes them, and Inductor takes
-# aten::_addmm_activation apart into a product and an activation. Modes that watch each operator, such as a FLOP
-# counter, do not know them: ask ``zoo.ops.common.watched`` first.
+# torch.library: cuDNN's have no rule for the shapes of their outputs, and Inductor takes aten::_addmm_activation apart
+# into a product and an activation. A FLOP counter does not know them: ask ``zoo.ops.common.watched`` first.
 
 
 def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:

@@ -3,9 +3,8 @@
 Norms stand alone or have the residual add before them. RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros
 and Hinton, 2016.
 
-Products may have a lower precision than their float32 weight. Autocast converts the weight, and autograd what comes
-back: the gradient of the weight is written in the low dtype, and then in float32. Here the product that makes it writes
-float32, and the bias' is one pass over the rows.
+Products may have a lower precision than their float32 weight, whose gradient autocast writes twice: in the low dtype,
+and converted. Here the product that makes it writes float32, and the bias' is one pass over the rows.
 
 Shape legend: R rows, C columns, N rows of a weight, I width inside the MLP; of attention B images, T queries and L keys
 of each, N heads, D width of a head. "Low" is what has the dtype of products.
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.engine.autograd import differentiable_once
+from zoo.engine.autograd import Function, differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import (
     ENABLED,
@@ -53,7 +52,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     if differentiated(x, weight, added):
         normed, total = _Norm.apply(x, added, None, weight, None, eps, None, True)
     else:
-        normed, _, total, _, _ = kernels.norms.norm(x, added, None, weight, None, eps)
+        normed, _, total, *_ = kernels.norms.norm(x, added, None, weight, None, eps)
     return total, normed
 
 
@@ -118,14 +117,12 @@ def add_layer_norm(
 
 def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
     """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
-    vectors = weight, bias, shift
-    if not kernels_run(x, added, *vectors):
-        return False
     # Autocast normalises in float32, whatever it is given.
     if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
+    vectors = weight, bias, shift
     fit = all(each is None or (each.shape == x.shape[-1:] and each.dtype == x.dtype) for each in vectors)
-    return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM
+    return fit and added.shape == x.shape and x.shape[-1] <= WIDEST_NORM and kernels_run(x, added, *vectors)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -215,7 +212,7 @@ def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a float32 weight [N, C] from those of its product [R, N] and its input [R, C], both low.
+    """Gradient of a float32 weight [N, C] from that of its product [R, N] and its input [R, C], both low.
 
     On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
     """
@@ -263,15 +260,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, low = ctx.saved_tensors
+        (x, low), wanted = ctx.saved_tensors, ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
-        wanted = ctx.needs_input_grad
-        return (
-            grad @ low if wanted[0] else None,
-            weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None,
-            column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None,
-            grad if ctx.adds else None,
-        )
+        grad_x = grad @ low if wanted[0] else None
+        grad_weight = weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None
+        grad_bias = column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None
+        return grad_x, grad_weight, grad_bias, grad if ctx.adds else None
 
 
 # Of fewer rows the library's product and a gate are faster, measured on an H200.
@@ -281,21 +275,31 @@ LEAST_ROWS = 2048
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x."""
     if kernels_run(x, bias):
-        return _BiasGelu.apply(x, bias, tanh) if differentiated(x, bias) else kernels.tiles.bias_gelu(x, bias, tanh)
+        return _activated(kernels.tiles.bias_gelu, kernels.tiles.bias_gelu_backward, x, bias, tanh)
     return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
 
 
-class _BiasGelu(torch.autograd.Function):
+def _activated(kernel: Function, gradients: Function, x: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    if differentiated(x, bias):
+        return _Activation.apply(kernel, gradients, x, bias, *options)
+    return kernel(x, bias, *options)
+
+
+class _Activation(torch.autograd.Function):
+    """What a kernel computes; another computes the gradients of x and bias from the output's and the same arguments."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    def forward(
+        ctx: Any, kernel: Function, gradients: Function, x: Tensor, bias: Tensor | None, *options: Any
+    ) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.tanh = tanh
-        return kernels.tiles.bias_gelu(x, bias, tanh)
+        ctx.gradients, ctx.options = gradients, options
+        return kernel(x, bias, *options)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.tiles.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
+        return None, None, *ctx.gradients(grad, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -308,22 +312,10 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
     if kernels_run(x, bias):
-        return _GatedGelu.apply(x, bias) if differentiated(x, bias) else kernels.tiles.gated_gelu(x, bias)
+        return _activated(kernels.tiles.gated_gelu, kernels.tiles.gated_gelu_backward, x, bias)
     # Under autocast parameters stay in float32, and would make activations float32 as well.
     value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
     return value * F.gelu(gate)
-
-
-class _GatedGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        return kernels.tiles.gated_gelu(x, bias)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return kernels.tiles.gated_gelu_backward(grad, *ctx.saved_tensors)
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
@@ -333,11 +325,11 @@ def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     # What the copy engine takes: rows that begin on 16 bytes. Inside a region nobody can ask where a tensor begins.
     if x.shape[1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
         return False
-    if not torch.compiler.is_compiling() and any(each.storage_offset() % 8 for each in (x, weight)):
+    if not torch.compiler.is_compiling() and (x.storage_offset() % 8 or weight.storage_offset() % 8):
         return False
-    if differentiated(x, weight, bias) or not kernels_run(x, weight, bias) or not _is_hopper(x.device):
+    if differentiated(x, weight, bias) or torch.is_autocast_enabled(x.device.type):
         return False
-    return not torch.is_autocast_enabled(x.device.type)
+    return kernels_run(x, weight, bias) and _is_hopper(x.device)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -358,21 +350,9 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
     if kernels_run(x):
-        return _SwiGLU.apply(x) if differentiated(x) else kernels.tiles.swiglu(x)
+        return _activated(kernels.tiles.swiglu, kernels.tiles.swiglu_backward, x, None)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return kernels.tiles.swiglu(x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return kernels.tiles.swiglu_backward(grad, *ctx.saved_tensors)
 
 
 # Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
@@ -398,8 +378,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 
 
 def _short_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    if query.dtype not in (torch.bfloat16, torch.float16) or not query.dtype == key.dtype == value.dtype:
-        return False
-    width, keys = key.shape[3], key.shape[1]
-    fits = 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
+    _, keys, _, width = key.shape
+    low = query.dtype in _LOW and query.dtype == key.dtype == value.dtype
+    fits = low and 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
     return fits and not differentiated(query, key, value) and kernels_run(query, key, value)

@@ -1,7 +1,7 @@
 """Prefill attention over a cache, attention to few keys, and rotary embeddings with what stands around them.
 
 In prefill a program takes some tokens of one head and walks the slots that they see, and no others: where a prompt goes
-on from is known on the device alone. Query heads that share a key head read the same keys.
+on from is known on the device alone.
 
 Few keys are those of a text or the pixels of a small image. The library's kernels are made for long rows of keys, and
 clear a counter first, which in a CUDA graph keeps the GPU idle on both sides. Here the keys of a head are one or two
@@ -29,33 +29,36 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _step(
-    query, keys, values, begin, position, oldest, greatest, exponents, total, scale, slots,
+def _walk(
+    query, keys, values, first, end, position, oldest, state, scale, slots,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    slot = begin + tl.arange(0, BLOCK)
-    column = tl.arange(0, D)
-    place = (slot * D)[:, None] + column[None, :]
-    if MASKED:
-        live = slot < slots
-        key = tl.load(keys + place, mask=live[:, None], other=0.0)
-        value = tl.load(values + place, mask=live[:, None], other=0.0)
-    else:
-        key = tl.load(keys + place)
-        value = tl.load(values + place)
-    score = tl.dot(query, tl.trans(key), input_precision="ieee")
-    if MASKED:
-        seen = (slot[None, :] <= position[:, None]) & (slot[None, :] >= oldest[:, None])
-        score = tl.where(seen, score, float("-inf"))
-    # Scaled on the way into the exponential: a multiplication and a subtraction in one instruction.
-    top = tl.maximum(greatest, tl.max(score, 1) * scale)
-    # A token that has seen no slot yet would subtract infinity from infinity.
-    base = tl.where(top == float("-inf"), 0.0, top)
-    fade = tl.exp2(greatest - base)
-    share = tl.exp2(score * scale - base[:, None])
-    exponents = exponents * fade + tl.sum(share, 1)
-    total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
-    return top, exponents, total
+    """The online softmax of tokens, and their sums, with the slots from ``first`` to ``end`` more."""
+    greatest, exponents, total = state
+    for begin in range(first, end, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        place = (slot * D)[:, None] + tl.arange(0, D)[None, :]
+        if MASKED:
+            live = slot < slots
+            key = tl.load(keys + place, mask=live[:, None], other=0.0)
+            value = tl.load(values + place, mask=live[:, None], other=0.0)
+        else:
+            key = tl.load(keys + place)
+            value = tl.load(values + place)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            seen = (slot[None, :] <= position[:, None]) & (slot[None, :] >= oldest[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        # Scaled on the way into the exponential: a multiplication and a subtraction in one instruction.
+        top = tl.maximum(greatest, tl.max(score, 1) * scale)
+        # A token that has seen no slot yet would subtract infinity from infinity.
+        base = tl.where(top == float("-inf"), 0.0, top)
+        fade = tl.exp2(greatest - base)
+        share = tl.exp2(score * scale - base[:, None])
+        exponents = exponents * fade + tl.sum(share, 1)
+        total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
+        greatest = top
+    return greatest, exponents, total
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -77,27 +80,17 @@ def _prefill(
     rows = tl.load(query + place, mask=real[:, None], other=0.0)
     keys = cache + (batch * KEY_HEADS + head // (HEADS // KEY_HEADS)) * slots * D
     values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
-    greatest = tl.full([ROWS], float("-inf"), tl.float32)
-    exponents = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, D], tl.float32)
+    state = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
     end = tl.max(position, 0) + 1
     # Slots that every token sees need no mask: from the youngest window's start to the oldest token's own slot.
     first = tl.min(tl.where(real, oldest, slots), 0) // BLOCK * BLOCK
     full_first = tl.cdiv(tl.max(oldest, 0), BLOCK) * BLOCK
     full_end = (tl.min(tl.where(real, position, slots), 0) + 1) // BLOCK * BLOCK
     full_first = tl.minimum(full_first, tl.maximum(full_end, first))
-    for begin in range(first, full_first, BLOCK):
-        greatest, exponents, total = _step(
-            rows, keys, values, begin, position, oldest, greatest, exponents, total, scale, slots, D, BLOCK, True
-        )
-    for begin in range(full_first, full_end, BLOCK):
-        greatest, exponents, total = _step(
-            rows, keys, values, begin, position, oldest, greatest, exponents, total, scale, slots, D, BLOCK, False
-        )
-    for begin in range(tl.maximum(full_first, full_end), end, BLOCK):
-        greatest, exponents, total = _step(
-            rows, keys, values, begin, position, oldest, greatest, exponents, total, scale, slots, D, BLOCK, True
-        )
+    last = tl.maximum(full_first, full_end)
+    state = _walk(rows, keys, values, first, full_first, position, oldest, state, scale, slots, D, BLOCK, True)
+    state = _walk(rows, keys, values, full_first, full_end, position, oldest, state, scale, slots, D, BLOCK, False)
+    _, exponents, total = _walk(rows, keys, values, last, end, position, oldest, state, scale, slots, D, BLOCK, True)
     total = total / tl.where(real, exponents, 1.0)[:, None]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real[:, None])
 

@@ -13,15 +13,11 @@ relu; else the relu's output is saved.
 
 Pooling takes the maximum of 3 × 3 pixels at a stride of 2. A program goes down the lines of some output columns, and
 reuses each line's last row for the next. A norm keeps the order of values, or reverses it where its scale is negative:
-signs are flipped, the maximum is found, and only that is normalised. With a gradient the forward saves the argmax, a
-byte each. A program of the backward reads each four neighbouring windows, and writes the four pixels between their
-centres.
+signs are flipped, the maximum is found, and only that is normalised. The backward reads the argmax, a byte each.
 
 Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channels, H height, W width, R rows, K chunks
 of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
 """
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -75,12 +71,20 @@ def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple
 def span(rows, channels, share, BLOCK: tl.constexpr):
     """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
     blocks = tl.cdiv(channels, BLOCK)
-    program = tl.program_id(0)
     # Neighbours share rows, so that what runs at a time lies together.
-    chunk = program // blocks
-    channel = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    chunk = tl.program_id(0) // blocks
+    channel = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     begin = chunk * share
     return chunk, channel, channel < channels, begin, tl.minimum(begin + share, rows)
+
+
+@triton.jit
+def tile_at(start, begin, end, channel, channels, ROWS: tl.constexpr):
+    """Of a tile from row ``start`` on: the first place, those of all behind it, and which there are [ROWS, BLOCK]."""
+    row = tl.arange(0, ROWS)
+    inner = row[:, None] * channels + channel[None, :]
+    seen = (start + row < end)[:, None] & (channel < channels)[None, :]
+    return (begin.to(tl.int64) + (start - begin)) * channels, inner, seen
 
 
 @triton.jit
@@ -97,17 +101,17 @@ def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def norm_of(mean, variance, channel, live, eps):
-    """Mean and rstd of channels [BLOCK]."""
-    middle = tl.load(mean + channel, mask=live, other=0.0).to(tl.float32)
-    spread = tl.load(variance + channel, mask=live, other=1.0).to(tl.float32)
-    return middle, tl.rsqrt(spread + eps)
-
-
-@triton.jit
 def of_channels(tensor, channel, live):
     """Values of channels [BLOCK] in float32."""
     return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def norm_of(mean, variance, weight, channel, live, eps):
+    """Mean, rstd, and that times the weight, of channels [BLOCK]."""
+    middle = of_channels(mean, channel, live)
+    rstd = tl.rsqrt(tl.load(variance + channel, mask=live, other=1.0).to(tl.float32) + eps)
+    return middle, rstd, rstd * of_channels(weight, channel, live)
 
 
 @triton.jit
@@ -124,17 +128,12 @@ def _apply(
     _, channel, live, begin, end = span(rows, channels, share, BLOCK)
     offset = of_channels(bias, channel, live)
     if mean is not None:
-        middle, scale = norm_of(mean, variance, channel, live, eps)
-        scale *= of_channels(weight, channel, live)
+        middle, _, scale = norm_of(mean, variance, weight, channel, live, eps)
     if other_mean is not None:
-        other_middle, other_scale = norm_of(other_mean, other_variance, channel, live, eps)
-        other_scale *= of_channels(other_weight, channel, live)
+        other_middle, _, other_scale = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
         offset += of_channels(other_bias, channel, live)
-    row = tl.arange(0, ROWS)
-    inner = row[:, None] * channels + channel[None, :]
     for start in range(begin, end, ROWS):
-        seen = (start + row < end)[:, None] & live[None, :]
-        place = (begin.to(tl.int64) + (start - begin)) * channels
+        place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
         value = of_rows(x, place, inner, seen)
         if mean is not None:
             value = (value - middle[None, :]) * scale[None, :]
@@ -152,20 +151,18 @@ def _apply(
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
-    row = tl.arange(0, ROWS)
-    inner = row[:, None] * channels + channel[None, :]
     # Each place of the tile has its own, until the end.
     mean = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(begin, end, ROWS):
-        seen = (start + row < end)[:, None] & live[None, :]
-        value = of_rows(x, (begin.to(tl.int64) + (start - begin)) * channels, inner, seen)
+        place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
+        value = of_rows(x, place, inner, seen)
         before = ((start - begin) // ROWS).to(tl.float32)
         portion = 1.0 / (before + 1.0)
         deviation = tl.where(seen, value - mean, 0.0)
         mean += deviation * portion
         squares += deviation * deviation * (before * portion)
-    count = tl.maximum((end - begin - row + ROWS - 1) // ROWS, 0).to(tl.float32)
+    count = tl.maximum((end - begin - tl.arange(0, ROWS) + ROWS - 1) // ROWS, 0).to(tl.float32)
     middle = tl.sum(mean * count[:, None], 0) / (end - begin).to(tl.float32)
     deviation = mean - middle[None, :]
     total = tl.sum(squares + deviation * deviation * count[:, None], 0)
@@ -225,22 +222,19 @@ def _relu_gradient(grad, out, place, inner, seen, centred, scale, offset):
 
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _sums(
-    grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, part, rows, channels, share, chunks,
-    eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, part, rows, channels,
+    share, chunks, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
-    middle, rstd = norm_of(mean, variance, channel, live, eps)
-    scale, offset = rstd * of_channels(weight, channel, live), of_channels(bias, channel, live)
+    middle, rstd, scale = norm_of(mean, variance, weight, channel, live, eps)
+    offset = of_channels(bias, channel, live)
     plain = tl.zeros([ROWS, BLOCK], tl.float32)
     along = tl.zeros([ROWS, BLOCK], tl.float32)
     if other is not None:
-        other_middle, other_rstd = norm_of(other_mean, other_variance, channel, live, eps)
+        other_middle, other_rstd, _ = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
         other_along = tl.zeros([ROWS, BLOCK], tl.float32)
-    row = tl.arange(0, ROWS)
-    inner = row[:, None] * channels + channel[None, :]
     for start in range(begin, end, ROWS):
-        seen = (start + row < end)[:, None] & live[None, :]
-        place = (begin.to(tl.int64) + (start - begin)) * channels
+        place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
         centred = of_rows(x, place, inner, seen) - middle[None, :]
         change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         plain += change
@@ -280,11 +274,10 @@ def _gradients(
     grad_other, rows, channels, share, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     _, channel, live, begin, end = span(rows, channels, share, BLOCK)
-    middle, rstd = norm_of(mean, variance, channel, live, eps)
-    scale, offset = rstd * of_channels(weight, channel, live), of_channels(bias, channel, live)
+    middle, rstd, scale = norm_of(mean, variance, weight, channel, live, eps)
+    offset = of_channels(bias, channel, live)
     if other is not None:
-        other_middle, other_rstd = norm_of(other_mean, other_variance, channel, live, eps)
-        other_scale = other_rstd * of_channels(other_weight, channel, live)
+        other_middle, other_rstd, other_scale = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
     if totals is not None:
         # Statistics of the batch move with each row.
         count = rows * 1.0
@@ -292,11 +285,8 @@ def _gradients(
         along = of_channels(totals + channels, channel, live) / count * rstd * scale
         if other is not None:
             other_along = of_channels(totals + 2 * channels, channel, live) / count * other_rstd * other_scale
-    row = tl.arange(0, ROWS)
-    inner = row[:, None] * channels + channel[None, :]
     for start in range(begin, end, ROWS):
-        seen = (start + row < end)[:, None] & live[None, :]
-        place = (begin.to(tl.int64) + (start - begin)) * channels
+        place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
         centred = of_rows(x, place, inner, seen) - middle[None, :]
         change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)
         if out is not None and other is None:
@@ -360,16 +350,14 @@ def batch_statistics(
 def norm_act_backward(
     grad: Tensor, x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, out: Tensor | None,
     eps: float, of_batch: bool, affine: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, weight, bias, the residual, and its weight and bias; None where there is none to be had.
 
     ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
     """
     grad, x = pixels_of(grad), pixels_of(x)
-    out = None if out is None else pixels_of(out)
-    other = None if residual is None else pixels_of(residual)
-    totals = None
-    affines: Sequence[Tensor | None] = NO_NORM
+    out, other = (None if each is None else pixels_of(each) for each in (out, residual))
+    totals, affines = None, list(NO_NORM)
     if of_batch or affine:
         affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
         kinds = 2 if other is None else 3
@@ -377,18 +365,15 @@ def norm_act_backward(
         _, channels, _, chunks = sums
         part = torch.empty(kinds, chunks, channels, dtype=torch.float32, device=x.device)
         totals = torch.empty(kinds, channels, dtype=torch.float32, device=x.device)
-        _sums[grid](grad, x, *norm, out, other, *residual_norm[:2], part, *sums, eps, **SUMS)
+        _sums[grid](grad, x, *norm, out, other, *residual_norm[:3], part, *sums, eps, **SUMS)
         _total[finish](part, totals, *affines, channels, chunks, **FINISH)
     grad_x = torch.empty_like(x)
     grad_other = None if out is None else torch.empty_like(x)
     sizes, grid = rows_to_write(x, GRADIENTS)
-    totals = totals if of_batch else None
-    _gradients[grid](
-        grad, x, *norm, out, other, *residual_norm[:3], totals, grad_x, grad_other, *sizes, eps, **GRADIENTS
-    )
-    grads = affines if affine else NO_NORM
-    grad_residual = None if grad_other is None else images_of(grad_other)
-    return images_of(grad_x), grads[0], grads[1], grad_residual, grads[2], grads[3]
+    given = grad, x, *norm, out, other, *residual_norm[:3], totals if of_batch else None
+    _gradients[grid](*given, grad_x, grad_other, *sizes, eps, **GRADIENTS)
+    weight, bias, *of_residual = affines if affine else NO_NORM
+    return images_of(grad_x), weight, bias, None if grad_other is None else images_of(grad_other), *of_residual
 
 
 @triton.jit
@@ -422,8 +407,7 @@ def _pool(
     offset = of_channels(bias, channel, live)
     sign = None
     if mean is not None:
-        middle, scale = norm_of(mean, variance, channel, live, eps)
-        scale *= of_channels(weight, channel, live)
+        middle, _, scale = norm_of(mean, variance, weight, channel, live, eps)
         sign = tl.where(scale < 0.0, -1.0, 1.0)
     left = tl.maximum(2 * column - 1, 0)[:, None] * channels + channel[None, :]
     centre = (2 * column)[:, None] * channels + channel[None, :]
@@ -540,12 +524,10 @@ def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS
         first, second = third, fourth
 
 
-def norm_act_pool(
-    x: Tensor, mean: Tensor | None, variance: Tensor | None, weight: Tensor | None, bias: Tensor, eps: float
-) -> Tensor:
+def norm_act_pool(x: Tensor, norm: Tensors, eps: float) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
     pixels, out, share, grid = _pool_launch(x)
-    _pool[grid](pixels, mean, variance, weight, bias, out, *pixels.shape[1:], share, eps, **POOL)
+    _pool[grid](pixels, *norm, out, *pixels.shape[1:], share, eps, **POOL)
     return out.permute(0, 3, 1, 2)
 
 
@@ -560,10 +542,9 @@ def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
     """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
     grad, which = pixels_of(grad), pixels_of(which)
-    images, lines, columns, channels = grad.shape
-    grad_x = grad.new_empty(images, height, width, channels)
-    share, grid = lines_to_pool(images, lines, columns, channels)
-    _max_pool_backward[grid](grad, which, grad_x, height, width, channels, share, **POOL)
+    grad_x = grad.new_empty(grad.shape[0], height, width, grad.shape[3])
+    share, grid = lines_to_pool(*grad.shape)
+    _max_pool_backward[grid](grad, which, grad_x, *grad_x.shape[1:], share, **POOL)
     return grad_x.permute(0, 3, 1, 2)
 
 

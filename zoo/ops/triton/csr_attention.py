@@ -1,8 +1,8 @@
 """Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
 
 Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is online;
-only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it costs the gradients digits
-where scores are large: at scores of 100 they have four or five.
+only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it leaves the gradients four
+or five digits where scores are 100.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient.
 The rest of the softmax's backward is a value for each edge and head, summed by rows, and once more by sources.
@@ -35,13 +35,15 @@ def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _survives_dropout(seed, edge, head, dropout):
-    """Which (edge, head) pairs dropout leaves in: a hash of the seed and the edge's place in row order."""
+def _after_dropout(share, seed, edge, head, dropout: tl.constexpr):
+    """Shares [edges, heads] that a hash of the seed and the edge's place in row order leaves in, made up for others."""
     zero = (edge[:, None] * 0 + head[None, :] * 0).to(tl.int32)
     low = edge.to(tl.int32)[:, None] + zero
     high = (edge >> 32).to(tl.int32)[:, None] + zero
     bits, _, _, _ = tl.philox(seed, low, high, head[None, :] + zero, zero)
-    return (bits >> 8).to(tl.float32) * (1.0 / (1 << 24)) >= dropout
+    survives = (bits >> 8).to(tl.float32) * (1.0 / (1 << 24)) >= dropout
+    keep_scale: tl.constexpr = 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
+    return tl.where(survives, share * keep_scale, 0.0)
 
 
 @triton.jit
@@ -83,9 +85,9 @@ def _write(
 @kernel(do_not_specialize=["rows", "num_chunks", "chunk_size"])
 def _gat(
     table, a_destination, index, pointers, seed, bias, chunks, out, lse, partial, partial_stats,
-    rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr, keep_scale: tl.constexpr,
-    HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr,
-    RELU: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr, HEADS: tl.constexpr,
+    CHANNELS: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, AVERAGE: tl.constexpr, RELU: tl.constexpr,
+    EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
@@ -120,7 +122,7 @@ def _gat(
         share = tl.exp(score - top[None, :])
         exponents = exponents * fade + tl.sum(share, 0)
         if seed is not None:
-            share = tl.where(_survives_dropout(seed, edge, head, dropout), share * keep_scale, 0.0)
+            share = _after_dropout(share, seed, edge, head, dropout)
         total = total * fade[None, :, None] + share[:, :, None] * value
         if TAIL > 0:
             total_rest = total_rest * fade[None, :, None] + share[:, :, None] * value_rest
@@ -199,9 +201,9 @@ def _merge_attention(
 def _gat_backward(
     table, grad, a_destination, lse, index, permutation, pointers, seed, chunks,
     grad_table, moved, partial, rows, num_chunks, chunk_size, slope: tl.constexpr, dropout: tl.constexpr,
-    keep_scale: tl.constexpr, grad_scale: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
-    STRIDE: tl.constexpr, GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr,
-    EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    grad_scale: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr,
+    GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the features; and of each edge its weight times the gradient of its weight, ``moved`` [E, H]."""
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -238,7 +240,7 @@ def _gat_backward(
         top = tl.load(lse + (node * HEADS)[:, None] + head[None, :], mask=both, other=float("inf"))
         share = tl.exp(score - top) * grad_scale  # 0 past the end
         if seed is not None:
-            share = tl.where(_survives_dropout(seed, origin, head, dropout), share * keep_scale, 0.0)
+            share = _after_dropout(share, seed, origin, head, dropout)
         tl.store(moved + (origin * HEADS)[:, None] + head[None, :], share * slant, mask=both)
         total += share[:, :, None] * value
         if TAIL > 0:
@@ -331,8 +333,8 @@ def gat(
         partial, stats = csr.partial_of(rows, table, heads * channels), csr.partial_of(rows, table, heads, 2)
         _gat[(rows.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, a_destination, rows.nodes, rows.pointers, seed, bias_here, rows.chunks, out, lse, partial, stats,
-            *rows.limits, slope, dropout, 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, HEADS=heads,
-            CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width, AVERAGE=average_here, RELU=relu_here, **tile,
+            *rows.limits, slope, dropout, HEADS=heads, CHANNELS=channels, STRIDE=table.shape[1], OUT_STRIDE=width,
+            AVERAGE=average_here, RELU=relu_here, **tile,
         )  # fmt: skip
         if rows.long_rows is not None:
             merged = csr.merge_tile(channels)
@@ -356,21 +358,18 @@ def gat_backward(
     number, tile = transpose.limits[0], choose_tile(heads, channels)
     grad_table = torch.empty_like(table)
     moved = table.new_empty(permutation.shape[0], heads, dtype=torch.float32)
-    partial, partial_a = csr.partial_of(transpose, table, heads * channels), csr.partial_of(transpose, table, heads)
+    by_edge = rows._replace(nodes=None)
     if number:
+        partial, partial_a = csr.partial_of(transpose, table, heads * channels), csr.partial_of(transpose, table, heads)
         _gat_backward[(transpose.limits[1] + number, ceil_div(heads, tile["HEAD_BLOCK"]))](
             table, grad, a_destination, lse, transpose.nodes, permutation, transpose.pointers, seed, transpose.chunks,
-            grad_table, moved, partial, *transpose.limits, slope, dropout,
-            1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0, 1.0 / heads if average else 1.0, HEADS=heads,
+            grad_table, moved, partial, *transpose.limits, slope, dropout, 1.0 / heads if average else 1.0, HEADS=heads,
             CHANNELS=channels, STRIDE=table.shape[1], GRAD_STRIDE=grad.shape[1],
             GRAD_HEAD_STRIDE=0 if average else channels, **tile,
         )  # fmt: skip
         if partial is not None:
             csr.merge_sums(partial, transpose, grad_table)
-    by_edge = rows._replace(nodes=None)
-    delta = csr_sum(moved, by_edge)
-    if number:
-        blocks = csr.choose_blocks(heads, itemsize=4)
+        delta, blocks = csr_sum(moved, by_edge), csr.choose_blocks(heads, itemsize=4)
         _softmax_backward[csr.grid_of(transpose, heads, blocks)](
             table, a_destination, lse, delta, transpose.nodes, permutation, transpose.pointers, transpose.chunks,
             moved, grad_table, partial_a, *transpose.limits, slope, HEADS=heads, CHANNELS=channels,

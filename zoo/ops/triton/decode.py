@@ -5,20 +5,18 @@ Hopper and newer, a kernel starts as soon as all programs of the one before it a
 waits for that one's end (``gdc_wait``) before it touches what any kernel writes: only loads of weights go ahead.
 Kernels right before a step may not write weights; in a model an embedding lookup stands there.
 
-Each product reads every weight row once, fused with the norm, the activation and the residual add around it. A program
-takes a few rows of the weight, whole ones in registers where they fit. A product lets the next kernel start at once;
-attention lets it start late, so that loads of later weights do not delay its own.
+A product reads every weight row once, fused with the norm, the activation and the residual add around it. It lets the
+next kernel start at once; attention lets it start late, so that loads of later weights do not delay its own.
 
-Attention is split over the slots, as in flash decoding. The filled part of a row's cache, whose length is read on the
-device, is split evenly over some programs, each with all queries of one key head. A second kernel merges the partial
-softmaxes in their order: the same bits at every run. Two more kernels take the greedy token of each row.
+Attention is split over the slots, as in flash decoding: some programs share the filled part of a row's cache, whose
+length is read on the device, and a second kernel merges the partial softmaxes in their order, with the same bits at
+every run. Two more kernels take the greedy token of each row.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 import triton
@@ -150,6 +148,11 @@ def _has_dependent_launch(device: torch.device) -> bool:
 _is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
 
 
+def overlap_on(device: torch.device) -> dict[str, bool]:
+    """Options of a launch. Only kernels that overlap have the second, which is unknown on AMD's GPUs."""
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
+
+
 def decode_attention(
     qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     eps: float, heads: int, window: int | None,
@@ -161,15 +164,14 @@ def decode_attention(
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
-    overlap = can_overlap(qkv.device)
-    early = {"launch_pdl": True} if overlap else {}
+    overlap = overlap_on(qkv.device)
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
-        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, OVERLAP=overlap, num_warps=4, **early,
+        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlap,
     )  # fmt: skip
     _merge[(batch * heads,)](
-        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=overlap, num_warps=4, **early
+        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
     )
     return out
 
@@ -238,7 +240,7 @@ THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 
 def linear(
-    x: Tensor, weight: Tensor, overlap: bool, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
+    x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
     residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
     """Features x [M, C], by an RMS norm if any, times weight [N, C], plus bias [N] and residual [M, N] if any: [M, N].
@@ -252,29 +254,11 @@ def linear(
     block = min(next_power(columns), 8192)
     rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
     warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
-    early = {"launch_pdl": True} if overlap else {}
     _linear[(ceil_div(n, rows),)](
         x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, OVERLAP=overlap, num_warps=warps, **early,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, num_warps=warps, **overlap_on(x.device),
     )  # fmt: skip
     return out
-
-
-def decode_layer(
-    x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
-    qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,
-    gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
-    add_parts: Callable[[Tensor], Tensor] | None = None, first: bool = True,
-) -> Tensor:  # fmt: skip
-    """See ``zoo/ops/attention.py``."""
-    overlap = can_overlap(x.device)
-    qkv = linear(x, qkv_weight, overlap, norm, eps, qkv_bias)
-    mixed = decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
-    x = linear(mixed, o_weight, overlap, residual=x if first else None)
-    x = x if add_parts is None else add_parts(x)
-    hidden = linear(x, gate_up_weight, overlap, norm_after, eps, gated=True)
-    x = linear(hidden, down_weight, overlap, residual=x if first else None)
-    return x if add_parts is None else add_parts(x)
 
 
 # Logits of a program.

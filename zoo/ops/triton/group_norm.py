@@ -1,8 +1,8 @@
 """Group norm of channels_last images, with a shift or a concatenation before it and SiLU behind it, and its gradients.
 
-Small images take one launch: a program has a group of an image to itself, and reads its pixels twice. A step is as many
-whole pixels as there are threads for, and a tile is some steps: a thread has the same channels in all of them. Other
-images take two launches, so that the whole GPU reads each of them:
+Small images take one launch: a program reads a group of an image twice. A step is as many whole pixels as there are
+threads for, and a tile is some steps: a thread has the same channels in all of them. Others take two launches, so that
+the whole GPU reads each image:
 
     partial      mean and sum of squared deviations of some groups, over a chunk of pixels
     apply        the chunks merged in their order; the same pixels again, normalised
@@ -15,8 +15,8 @@ Both save the mean and the rstd of each group for the backward, which takes thre
     gradients    of each pixel; two images that were concatenated get a gradient each
 
 Means and deviations are merged as Chan's are, so that a group whose mean is far from zero keeps its variance. A program
-takes as many whole groups as fit its block, and loads the next pixels before it computes with those it has. Sizes are
-arguments, so that one compilation serves all levels of a model.
+loads the next pixels before it computes with those it has. Sizes are arguments, so that one compilation serves all
+levels of a model.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """
@@ -56,7 +56,7 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
 
 @triton.jit
 def _block_of(channels, first, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a program: columns [BLOCK] and their number, channels [BLOCK] and the first, which are there, if of both."""
+    """Columns [BLOCK] of a program and their number, channels [BLOCK] and the first, which are there, if of both."""
     width = units * UNIT
     column = tl.arange(0, BLOCK)
     left = tl.program_id(1) * width
@@ -381,6 +381,14 @@ def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride,
 
 
 @triton.jit
+def _load_gradient(grad, x, row, end, channel, live, channels):
+    """Gradient and value of pixels [ROWS] of channels [BLOCK], which are there, and their places."""
+    seen = (row < end)[:, None] & live[None, :]
+    place = row[:, None] * channels + channel[None, :]
+    return tl.load(grad + place, mask=seen, other=0.0), tl.load(x + place, mask=seen, other=0.0), seen, place
+
+
+@triton.jit
 def _before_affine(change, value, seen, moved, scale, factor, offset, silu):
     """Of what was read of pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
     value = tl.where(seen, (value.to(tl.float32) + moved[None, :]) * scale[None, :], 0.0)
@@ -406,10 +414,7 @@ def _sums(
     begin = chunk * rows
     end = tl.minimum(begin + rows, pixels)
     row = begin + tl.arange(0, ROWS)
-    seen = (row < end)[:, None] & live[None, :]
-    place = row[:, None] * channels + channel[None, :]
-    change = tl.load(grad + place, mask=seen, other=0.0)
-    value = tl.load(x + place, mask=seen, other=0.0)
+    held = _load_gradient(grad, x, row, end, channel, live, channels)
     moved, scale, factor, offset = _of_channels(
         shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups
     )
@@ -417,17 +422,14 @@ def _sums(
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     values = tl.zeros([ROWS, BLOCK], tl.float32)
     for _ in range(begin, end, ROWS):
+        change, value, seen, _ = held
         # The next pixels are under way while these are computed with.
         row += ROWS
-        following = (row < end)[:, None] & live[None, :]
-        place = row[:, None] * channels + channel[None, :]
-        change_after = tl.load(grad + place, mask=following, other=0.0)
-        value_after = tl.load(x + place, mask=following, other=0.0)
+        held = _load_gradient(grad, x, row, end, channel, live, channels)
         wide, normed = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
         changes += wide
         products += wide * normed
         values += normed
-        change, value, seen = change_after, value_after, following
     place = part + (image * chunks + chunk) * channels + channel
     stride = tl.num_programs(2).to(tl.int64) * chunks * channels
     tl.store(place, tl.sum(changes, 0), mask=live)
@@ -496,10 +498,7 @@ def _gradients(
     end = tl.minimum((chunk + 1) * rows, pixels)
     for begin in range(chunk * rows, end, ROWS):
         row = begin + tl.arange(0, ROWS)
-        seen = (row < end)[:, None] & live[None, :]
-        place = row[:, None] * channels + channel[None, :]
-        change = tl.load(grad + place, mask=seen, other=0.0)
-        value = tl.load(x + place, mask=seen, other=0.0)
+        change, value, seen, place = _load_gradient(grad, x, row, end, channel, live, channels)
         # A mask and no branch, so that all loads are under way before one is waited for.
         further = tl.load(more + place, mask=seen & (channel < added)[None, :], other=0.0).to(tl.float32)
         change, value = _before_affine(change, value, seen, moved, scale, factor, offset, silu)

@@ -1,9 +1,9 @@
 """Layer and RMS norms of rows with the residual add before them: each direction is one pass.
 
 RMS norms and the layer norms of post-norm blocks take a row a program: the sum, its norm, and the norm in the dtype of
-products. Few programs of the backward go over all rows, so that each holds its part of the gradients of weight and
-biases until the end; ``tiles.py`` adds the parts. Layer norms of narrower rows take some whole rows a program. There is
-one compilation for each power of two that a width fits in.
+products. Layer norms of narrower rows take some whole rows a program. Few programs of the backward go over all rows:
+each holds its part of the gradients of weight and biases until the end, and ``tiles.py`` adds the parts. There is one
+compilation for each power of two that a width fits in.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
@@ -61,6 +61,22 @@ def _norm(
         tl.store(low + place, value.to(low.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _load_row(total, mean, rstd, grad, low_grad, row, rows, column, columns):
+    """Of a row: the sum, its mean and factor, and the gradients of the norm and of its low copy."""
+    place, seen = row * columns + column, (column < columns) & (row < rows)
+    change = tl.load(grad + place, mask=seen, other=0.0)
+    value = tl.load(total + place, mask=seen, other=0.0)
+    root = tl.load(rstd + row, mask=row < rows, other=0.0)
+    # Where there is none another stands for it, which is not read.
+    low, middle = change, root
+    if low_grad is not None:
+        low = tl.load(low_grad + place, mask=seen, other=0.0)
+    if mean is not None:
+        middle = tl.load(mean + row, mask=row < rows, other=0.0)
+    return value, middle, root, change, low
+
+
 @kernel(do_not_specialize=["rows"])
 def _norm_backward(
     total, mean, rstd, weight, grad, low_grad, sum_grad, out, low_out, part, rows, columns,
@@ -74,28 +90,15 @@ def _norm_backward(
     weights = tl.zeros([COLUMNS], tl.float32)
     biases = tl.zeros([COLUMNS], tl.float32)
     shifts = tl.zeros([COLUMNS], tl.float32)
-    change = tl.load(grad + first * columns + column, mask=live, other=0.0)
-    value = tl.load(total + first * columns + column, mask=live, other=0.0)
-    if low_grad is not None:
-        low = tl.load(low_grad + first * columns + column, mask=live, other=0.0)
-    if mean is not None:
-        middle = tl.load(mean + first)
-    root = tl.load(rstd + first)
+    held = _load_row(total, mean, rstd, grad, low_grad, first, rows, column, columns)
     for row in range(first, rows, tl.num_programs(0)):
         place = row * columns + column
         if sum_grad is not None:
             past = tl.load(sum_grad + place, mask=live, other=0.0)
+        value, middle, root, change, low = held
         # The next row is under way while the sums of this one wait for all threads.
         following = row + tl.num_programs(0)
-        seen = live & (following < rows)
-        place_after = following * columns + column
-        change_after = tl.load(grad + place_after, mask=seen, other=0.0)
-        value_after = tl.load(total + place_after, mask=seen, other=0.0)
-        if low_grad is not None:
-            low_after = tl.load(low_grad + place_after, mask=seen, other=0.0)
-        if mean is not None:
-            middle_after = tl.load(mean + following, mask=following < rows, other=0.0)
-        root_after = tl.load(rstd + following, mask=following < rows, other=0.0)
+        held = _load_row(total, mean, rstd, grad, low_grad, following, rows, column, columns)
         gradient = change.to(tl.float32)
         if low_grad is not None:
             gradient += low.to(tl.float32)
@@ -118,11 +121,6 @@ def _norm_backward(
             tl.store(low_out + place, result.to(low_out.dtype.element_ty), mask=live)
         if SUMS == 3:
             shifts += result
-        change, value, root = change_after, value_after, root_after
-        if low_grad is not None:
-            low = low_after
-        if mean is not None:
-            middle = middle_after
     place = first * SUMS * columns + column
     tl.store(part + place, weights, mask=live)
     if SUMS > 1:
@@ -250,16 +248,12 @@ def _layer_norm_backward(
     weights = tl.zeros([ROWS, COLUMNS], tl.float32)
     biases = tl.zeros([ROWS, COLUMNS], tl.float32)
     shifts = tl.zeros([ROWS, COLUMNS], tl.float32)
-    first = mine * ROWS
-    change, value, extra, middle, root = _load_rows(
-        grad, more, summed, mean, rstd, first, row, column, rows, columns, joined
-    )
+    held = _load_rows(grad, more, summed, mean, rstd, mine * ROWS, row, column, rows, columns, joined)
     for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
+        change, value, extra, middle, root = held
         # The next rows are under way while the sums of these wait for all threads.
         following = first + tl.num_programs(0) * ROWS
-        change_after, value_after, extra_after, middle_after, root_after = _load_rows(
-            grad, more, summed, mean, rstd, following, row, column, rows, columns, joined
-        )
+        held = _load_rows(grad, more, summed, mean, rstd, following, row, column, rows, columns, joined)
         wide, added = change.to(tl.float32), extra.to(tl.float32)
         unit = (value.to(tl.float32) - middle[:, None]) * root[:, None]
         biases += wide
@@ -273,8 +267,6 @@ def _layer_norm_backward(
         seen = (first + row < rows)[:, None] & live[None, :]
         place = first * columns + row[:, None] * columns + column[None, :]
         tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
-        change, value, extra = change_after, value_after, extra_after
-        middle, root = middle_after, root_after
     part += mine * (2 + SHIFTED) * columns + column
     tl.store(part, tl.sum(weights, 0), mask=live)
     tl.store(part + columns, tl.sum(biases, 0), mask=live)

@@ -9,11 +9,10 @@ of 4,096 numbers takes 1.8 us of a CUDA graph; with flags behind the numbers 4.3
 A process has two places for the numbers of each rank: one for sums of even count, one for those of odd. No number is
 overwritten before it was read. A process that writes for sum e + 2 has ended its sum e + 1; so it has found what all
 wrote for that one, which each began after its own sum e had ended and had read what is overwritten now. Kernels of one
-stream end in their order, and touch what is shared after all before them have ended: one that begins early calls
-``gdc_wait`` before that, which waits for the end of the kernel before it, and so of all, since that one waited for
-those before it. The same holds for each program alone, whatever the size of a sum: it writes and reads all words of its
-block every time. In each word it finds the count of the last sum but one until the new one arrives, so the lowest 16
-bits of a count are enough.
+stream touch what is shared after all before them have ended, also those that begin early: ``gdc_wait`` waits for the
+kernel before, which waited for those before it. The same holds for each program alone, whatever the size of a sum: it
+writes and reads all words of its block every time. In each word it finds the count of the last sum but one until the
+new one arrives, so the lowest 16 bits of a count are enough.
 
 Shape legend: R processes, P programs, W words of a program.
 """
@@ -89,11 +88,9 @@ def sum_of_parts(part: Tensor, shared: Shared) -> Tensor:
     """A part of each process, of equal shape, at most ``capacity`` numbers of the dtype of ``shared`` -> their sum."""
     part = part.contiguous()
     out, n = torch.empty_like(part), part.numel()
-    overlap = decode.can_overlap(part.device)
-    early = {"launch_pdl": True} if overlap else {}
     _sum[(ceil_div(n, WORDS),)](
         part, out, shared.counts, shared.addresses, n, RANKS=shared.addresses.shape[0] - 1, CAPACITY=capacity(shared),
-        WORDS=WORDS, OVERLAP=overlap, num_warps=1, **early,
+        WORDS=WORDS, num_warps=1, **decode.overlap_on(part.device),
     )  # fmt: skip
     return out
 

@@ -62,13 +62,8 @@ def _adamw(
     square = _select(index, square0, square1, square2, square3, square4, square5, square6, square7)
     count = _select(index, count0, count1, count2, count3, count4, count5, count6, count7)
     # A table of words for every language has more numbers than 32 bits count bytes of.
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    place = tl.arange(0, BLOCK)
-    seen = first + place < numbers
-    param += first
-    grad += first
-    average += first
-    square += first
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    seen = place < numbers
     p = tl.load(param + place, mask=seen, other=0.0).to(tl.float32)
     g = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
     m = tl.load(average + place, mask=seen, other=0.0).to(tl.float32)
