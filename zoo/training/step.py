@@ -286,13 +286,16 @@ class TrainingStep:
         """The whole step, which a capture records."""
         self._clear_gradients()
         try:
-            total = torch.zeros((), device=self.device)
+            total: Any = None
             for batch in batches:
                 with torch.autocast(self.device.type, self._autocast) if self._autocast else nullcontext():
                     loss = self.loss(self.model, batch)
                 _check_loss(loss)
-                part = loss.float().reshape(()) / len(batches)
-                total = total + part.detach()
+                part = loss.float().reshape(())
+                if len(batches) > 1:
+                    part = part / len(batches)
+                # A copy: a CUDA graph of the compiler's writes its next loss where this one lies.
+                total = part.detach().clone() if total is None else total + part.detach()
                 if self.scaler is not None:
                     # The scaler judges gradients, and those of an infinite loss may be finite: make them NaN.
                     part = self.scaler.scale(part * (part.detach() * 0 + 1))
