@@ -113,48 +113,27 @@ def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], indu
     assert launches == [((3,), options), traced, traced]  # eager code leaves the grid as it was written
 
 
-def test_a_launch_knows_the_tensors_that_the_graph_allocates(launches, monkeypatch):
-    bound: list[list[int]] = []
-    kernels: list[Any] = []
-
-    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        run = direct._straight_line(graph, torch.device("cpu"), kernels)
-        assert run.__name__ == "forward"  # the generated function itself
-        return run
-
-    def bind(_: Kernel, grid: Any, arguments: list[Any], positions: list[int], *__: Any) -> Callable[..., None]:
-        bound.append(positions)
-        return lambda *_: None
-
-    def allocate(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype)
-
-    monkeypatch.setattr(Kernel, "bound", bind)
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", allocate, raising=False)
-    with torch.no_grad():
-        compiled(launch, compile_graph)(torch.ones(3, 16), torch.ones(16))
-    assert bound == [[0, 1, 2]]
-    assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [3, 16]]
-
-
-def test_what_a_kernel_fills_is_allocated_as_it_is_viewed(launches, monkeypatch):
+def test_a_launch_knows_the_tensors_of_the_graph_and_one_that_it_fills_is_allocated_as_it_is_viewed(
+    launches, monkeypatch
+):
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided, raising=False)
     sources: list[str] = []
     monkeypatch.setattr(direct, "_program", lambda source, _: sources.append(source))
+    kernels: list[Any] = []
 
     def images(x: Tensor, scale: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1).reshape(-1, 16)
         return launch(rows, scale).view(3, 2, 2, 16).permute(0, 3, 1, 2)
 
     def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        direct._straight_line(graph, torch.device("cpu"), [])
+        direct._straight_line(graph, torch.device("cpu"), kernels)
         return lambda x, scale: (x * scale.view(-1, 1, 1),)
 
     x = torch.randn(3, 16, 2, 2).to(memory_format=torch.channels_last)
     with torch.no_grad():
         compiled(images, compile_graph)(x, torch.ones(16))
-    (source,) = sources
-    assert "((3, 16, 2, 2), (64, 1, 32, 16), torch.float32)" in source and "_reinterpret_tensor" not in source
+    assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [12, 16]]
+    assert "((3, 16, 2, 2), (64, 1, 32, 16), torch.float32)" in sources[0] and "_reinterpret_tensor" not in sources[0]
 
 
 @pytest.mark.parametrize("learns", [False, True])

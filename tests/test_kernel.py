@@ -54,6 +54,15 @@ def _nothing_is_kept() -> None:
     _scaled.device_caches.clear()
 
 
+@pytest.fixture
+def launched(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Launches as they reach Triton's launcher: the kernel, the grid and the arguments."""
+    seen: list[tuple[Any, ...]] = []
+    start = lambda source, _: lambda x, y, z, *given: seen.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
+    monkeypatch.setattr(gpu, "launcher_cls", start)
+    return seen
+
+
 def launches() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Launches of one kernel, each compiled otherwise by Triton, but for the last two."""
     x, low = torch.randn(2, 32), torch.randn(2, 32, dtype=torch.bfloat16)
@@ -79,10 +88,7 @@ def launch(index: int = 0) -> None:
     _scaled[(2,)](*arguments, **options)
 
 
-def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[str, tuple[Any, ...]]] = []
-    launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
-    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, launched: list[Any], monkeypatch) -> None:
     given = launches()
     for arguments, options in given:
         _scaled.run(*arguments, grid=(2,), warmup=False, **options)
@@ -100,10 +106,7 @@ def test_a_launch_like_an_earlier_one_runs_what_triton_would_run(gpu: Gpu, monke
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["tensors-first", "a-constant-between"])
-def test_a_bound_launch_runs_what_triton_would_run(between: bool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[str, tuple[Any, ...]]] = []
-    launcher = lambda source, _: lambda x, y, z, *given: launched.append((source.hash(), (x, y, z, *given[6:])))  # noqa: E731
-    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+def test_a_bound_launch_runs_what_triton_would_run(between: bool, launched: list[Any], monkeypatch) -> None:
     out, options = torch.empty(2, 32), {"COLUMNS": 32, "num_warps": 1}
     scale = None if between else torch.randn(32)
     positions = [0, 2] if between else [0, 1, 2]
@@ -168,17 +171,15 @@ def _tile(x, out, COLUMNS: tl.constexpr):
     out.store([row, 0], x.load([row, 0]))
 
 
-def test_a_bound_launch_describes_tiles_anew(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(gpu, "launcher_cls", lambda *_: lambda x, y, z, *given: launched.append((x, y, z, *given[6:])))
+def test_a_bound_launch_describes_tiles_anew(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     bound = _tile.bound((2,), [None, None], [0, 1], {"COLUMNS": 32}, [[1, 32], [1, 32]])
     given = [(torch.randn(2, 32), torch.empty(2, 32)) for _ in range(3)]
     bound(*given[0])
     monkeypatch.setattr(_tile, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
     for x, out in given[1:]:
         bound(x, out)
-    assert [each[:3] for each in launched] == [(2, 1, 1)] * 3
-    for (x, out), (*_, first, second, columns) in zip(given, launched, strict=True):
+    for (x, out), (_, (*size, first, second, columns)) in zip(given, launched, strict=True):
+        assert size == [2, 1, 1]
         assert first.base is x and second.base is out and columns == 32
         assert ([*first.shape], [*first.strides], first.block_shape) == ([*x.shape], [*x.stride()], [1, 32])
 
