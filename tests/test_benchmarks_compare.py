@@ -168,9 +168,6 @@ def test_the_command_names_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureF
     assert "gcn · arxiv" in capsys.readouterr().out
     assert set(written(tmp_path / "results")) == {"gcn cora zoo eager", "gcn arxiv zoo eager"}
     assert promoting([str(tmp_path / "nothing")]) == 2
-    (tmp_path / "empty").mkdir()
-    assert promoting([str(tmp_path / "empty")]) == 2
-    assert "empty holds no rows; give the folder that" in capsys.readouterr().err
 
 
 def test_a_race_for_a_question_stands_beside_and_replaces_its_own_name_alone(tmp_path: Path) -> None:

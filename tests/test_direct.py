@@ -117,9 +117,8 @@ def test_a_launch_knows_the_tensors_of_the_graph_and_one_that_it_fills_is_alloca
     launches, monkeypatch
 ):
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided, raising=False)
-    sources: list[str] = []
+    sources, kernels = [], []
     monkeypatch.setattr(direct, "_program", lambda source, _: sources.append(source))
-    kernels: list[Any] = []
 
     def images(x: Tensor, scale: Tensor) -> Tensor:
         rows = x.permute(0, 2, 3, 1).reshape(-1, 16)

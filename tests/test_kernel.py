@@ -133,8 +133,7 @@ def test_a_bound_launch_runs_what_triton_would_run(between: bool, launched: list
 def test_a_bound_launch_hands_to_c_what_tritons_launcher_does(scratch: int, gpu: Gpu, monkeypatch) -> None:
     from triton.backends.nvidia.driver import CudaLauncher
 
-    in_c: list[Any] = []
-    by_python: list[Any] = []
+    in_c, by_python = [], []
 
     class Launcher(CudaLauncher):
         gsan_enabled, num_ctas, launch_cooperative_grid, launch_pdl = False, 1, False, True
