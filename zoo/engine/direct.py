@@ -512,8 +512,11 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
             with torch._C._DisableAutocast():
                 return backward(given)
 
+    # Torch's own apply looks in every argument for what a transform of torch.func left there, and refuses inside one.
+    in_c = super(torch.autograd.Function, Function).apply
+
     def apply(*args: Any) -> Any:
-        return Function.apply(*args)
+        return (Function.apply if torch._C._are_functorch_transforms_active() else in_c)(*args)
 
     return apply
 
