@@ -147,7 +147,8 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     if kernels_run(x) and not differentiated(x):
         return kernels.tiles.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
-    wide = F.pad(x.to(dtype), (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
+    x = x if x.dtype == dtype else x.to(dtype)  # which the compiler would note even where it changes nothing
+    wide = F.pad(x, (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
     squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
 
