@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.machine import Monitor, free_memory
+from benchmarks.machine import Monitor, core_numbers, free_memory
 from benchmarks.plan import Case, twin_of
 from benchmarks.process import WorkerFailure
 from benchmarks.record import IN_RACE, Kernel, Result, Steady
@@ -195,7 +194,7 @@ def race(
     """In every round each arm works once, alone, in an order drawn for that round.
 
     Before the rounds each arm measures once how many calls fill a turn. With a GPU all turns of a round run on one
-    core, drawn for it: on a shared machine some cores are slower than others, and a process would stay on its own. An
+    core, drawn for it: other users of a shared machine slow some cores, and a process would stay on its own. An
     arm that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are
     appended, under round numbers from ``first_round`` on, so that groups do not mix.
     """
@@ -205,10 +204,9 @@ def race(
             if arm.ok:
                 arm.calls = arm.ask("calibrate")["calls"]
                 arm.result.steady = arm.result.steady or Steady()
-    on_gpu = hasattr(os, "sched_setaffinity") and all(arm.case.device != "cpu" for arm in arms)
-    cores = sorted(os.sched_getaffinity(0)) if on_gpu else [None]
+    numbers = core_numbers() if all(arm.case.device != "cpu" for arm in arms) else []
     for number in range(rounds):
-        order, core = [arm for arm in arms if arm.ok], draw.choice(cores)
+        order, core = [arm for arm in arms if arm.ok], draw.choice(numbers or [None])
         draw.shuffle(order)
         for arm in order:
             with failures_of(arm):

@@ -82,8 +82,13 @@ def python_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+def core_numbers() -> list[int]:
+    """The cores that this process may run on; none where the system cannot keep it on one."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(core_numbers()) or os.cpu_count() or 1
 
 
 def stay_on(core: int) -> None:

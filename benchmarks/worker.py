@@ -298,8 +298,9 @@ class Handler:
 
     def round(self, *, calls: int, core: int | None = None) -> Reply:
         """Back-to-back calls, after some that wait for the device each and tell the host's time, on one core or any."""
+        # The threads and processes of a loader work beside the step, on other cores.
         if core is not None and (self.trainer is None or self.trainer.training.loader is None):
-            machine.stay_on(core)  # a loader has threads and processes that work beside the step
+            machine.stay_on(core)
         with execution_mode(self.case):
             host_ms = timing.host(self.step, self.device)
             with nullcontext() if self.trainer is None else self.trainer.timed():

@@ -176,8 +176,7 @@ class RegionCall:
         if entries is not None and not self._needs_dynamo(module):
             arguments = self._bind(module, args, kwargs)
             for guards, run, _ in entries:
-                # Dynamo empties what it has dropped: after a reset, or when an object that it compared by identity is
-                # gone.
+                # Dynamo empties what it drops: after a reset, or when an object that it compared by identity is gone.
                 if guards.cache_entry is not None and guards.check(arguments):
                     result = run(module, *args, **kwargs)
                     if self.idle_watch is not None:

@@ -203,7 +203,7 @@ def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
 
 
 def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
-    """Allocate what a kernel fills in the layout that it is viewed in: the kernel asks for its address alone."""
+    """Allocate a tensor that a kernel fills in the layout of its first view: the kernel reads its address alone."""
     view = _compilers_own("_reinterpret_tensor")
     for node in graph.nodes:
         views = [each for each in node.users if each.target is view]
@@ -221,7 +221,7 @@ def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
 def _call_libraries(graph: fx.Graph) -> None:
     """Convolutions, and ``F.linear`` on rows, as the call behind them.
 
-    ``torch.convolution`` and ``torch.addmm`` take two thirds of the host's time, and cuDNN's convolution a half.
+    ``torch.convolution`` and ``torch.addmm`` take the host two thirds of the time of ``torch.conv2d`` and ``F.linear``.
     """
     for node in list(graph.nodes):
         if node.target in (torch.conv2d, _aten.convolution.default):
@@ -239,9 +239,9 @@ def _call_libraries(graph: fx.Graph) -> None:
 
 
 def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
-    """A convolution of a batch as ``torch.convolution``, or as cuDNN's where torch would call that.
+    """Write a convolution of a batch as cuDNN's where torch would call that, and as ``torch.convolution`` elsewhere.
 
-    Left as it is if its padding is a word.
+    One whose padding is a word, as in ``padding="same"``, stays as it is.
     """
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if node.target is _aten.convolution.default:
@@ -272,7 +272,7 @@ _capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def convolution_by_cudnn(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """``torch.convolution`` in half precision, without torch's choice of a library, which takes the host as long."""
+    """``torch.convolution`` in half precision by cuDNN: the host saves torch's choice among libraries in each call."""
     settings = torch._C
     if not settings._get_cudnn_enabled():
         return torch.convolution(x, weight, None, stride, padding, dilation, False, (0, 0), 1)

@@ -109,8 +109,9 @@ def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
     return value if tile is None else TensorDescriptor.from_tensor(tensor, tile)
 
 
-# What Triton's launcher takes after the grid, the stream and the function, and what it hands on to the launch in C, by
-# its own parameters after those. It is Python that gives a kernel memory of its own, which ours do not ask for.
+# Triton's launcher is a Python function that allocates scratch memory, which our kernels do not ask for, and calls a
+# launch in C. Its parameters after the grid, the stream and the function, by which its versions are told apart, and
+# what it passes to C after these three.
 _BY_PYTHON = "metadata, None, None, None, {values}"
 _IN_C = {
     ("args",): "launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, " + _BY_PYTHON,
@@ -122,14 +123,14 @@ _IN_C = {
 
 
 def _arguments_in_c(launcher_class: Any) -> str | None:
-    """What this Triton's launcher hands on, None if it is another one."""
+    """What this Triton's launcher passes to C, None for a version that is not known."""
     parameters = [*inspect.signature(launcher_class.__call__).parameters][1:]
     known = parameters[:5] == ["gridX", "gridY", "gridZ", "stream", "function"]
     return _IN_C.get(tuple(parameters[5:])) if known else None
 
 
 def _launch_in_c(launcher: Any) -> Callable[..., None] | None:
-    """The launch in C of a compiled kernel, if Python has nothing to do for it."""
+    """The launch in C of a compiled kernel; None where the launcher also allocates, or instruments the kernel."""
     sizes = launcher.global_scratch_size, launcher.profile_scratch_size
     return None if any(sizes) or getattr(launcher, "gsan_enabled", False) else launcher.launch
 
@@ -207,7 +208,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 names.update(run=run, launcher=compiled.run, function=compiled.function)
                 names.update(metadata=compiled.packed_metadata, device=driver.get_current_device())
 
-        # Written out, since the host spends half of a launch in loops over its arguments otherwise.
+        # Code without loops over the arguments: they would take half of the host's time in Python.
         passed = [f"a{place}" if place in tile_of else f"v{place}" for place in range(len(values))]
         for place in (each for each, tile in tile_of.items() if tile):
             passed[place] = f"by_tile(a{place}, t{place}, tile_of[{place}])"

@@ -67,6 +67,7 @@ def _launches(
         return []
     rate = None if _is_on_host(group["lr"]) else group["lr"]
     params, grads, averages, squares, _, counts = tensors
+    # All together are too few for a launch, unless torch's kernel does not take their dtypes.
     small = sum(map(Tensor.numel, params)) < LARGE
     if small and all(map(_are_of_one_dtype, params, grads, averages, squares)):
         return []

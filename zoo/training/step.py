@@ -461,7 +461,7 @@ class FiniteWatch:
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
         self._goes_on = goes_on
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps seen
-        # That of the first bad step, or of the last one, and its loss.
+        # Number and loss of the first bad step; of the last step while none was bad.
         self._step = torch.zeros_like(self.count)
         self._loss = torch.zeros((), device=device)
         self._found = torch.zeros((), dtype=torch.bool, device=device)

@@ -316,8 +316,9 @@ def example_inputs(
     ``added_cond_kwargs`` where the model takes them. The size is the one that the model was trained on if left out.
     """
     config = model.config
-    trained = config.sample_size or 64
-    size = size if size is not None else trained if isinstance(trained, int) else trained[0]
+    if size is None:
+        trained = config.sample_size or 64
+        size = trained if isinstance(trained, int) else trained[0]
     if batch < 1 or tokens < 1 or size < 1 or size % config.reduction:
         given = f"batch is {batch}, tokens {tokens}, size {size}"
         raise ValueError(f"{given}: expected 1 or more, and size divisible by {config.reduction}")
