@@ -17,7 +17,7 @@ import torch
 
 from zoo import advise
 from zoo.__main__ import main
-from zoo.advise import Arm, Failed, Measured, Process, Refused, Worker, interval, load, table, verdict
+from zoo.advise import Arm, Failed, Measured, Process, Refused, Worker, interval, load, number, table, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = """
@@ -122,6 +122,12 @@ def test_wrong_usage_is_one_line(arguments, message, monkeypatch, capsys):
     assert main(["advise", "mine.py:make", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+def test_the_calls_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["advise", "mine.py:make"])
+    assert "--calls" in capsys.readouterr().err
 
 
 def test_the_page_names_every_option_and_column() -> None:
@@ -304,3 +310,7 @@ def test_the_table_fits_80_columns_and_marks_what_is_wrong() -> None:
 )
 def test_intervals_of_medians(values: Any, low: float, high: float) -> None:
     assert interval(list(values))[1:] == (low, high)
+
+
+def test_numbers_have_three_digits() -> None:
+    assert [number(value) for value in (0.01234, 3.456, 99.96, 1234.5)] == ["0.0123", "3.46", "100", "1,234"]

@@ -392,6 +392,28 @@ def test_an_old_torch_is_refused_in_one_line(version: str) -> None:
         refuse_old_torch(new)
 
 
+def test_with_an_old_torch_every_way_in_says_so() -> None:
+    # One process, which imports torch once; it prints what each way in exits with and writes.
+    program = """
+import contextlib, io, runpy, sys, torch
+torch.__version__ = torch.torch_version.TorchVersion("2.9.1")
+for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--device", "cpu"]):
+    sys.argv = [module, *arguments]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            __import__("zoo") if module == "zoo" else runpy.run_module(module, run_name="__main__")
+    except ImportError as error:
+        print(module, 1, error)
+    except SystemExit as error:
+        print(module, error.code, said.getvalue().strip())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ways = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    assert [way[:2] for way in ways] == [["zoo", "1"], ["benchmarks.run", "2"]], done
+    assert all(f"{NEEDS} 2.9.1; pip install --upgrade torch" in way[2] for way in ways)
+
+
 def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     monkeypatch.setattr("benchmarks.startup.Worker", Mock(side_effect=refusal))
@@ -445,5 +467,6 @@ def test_a_killed_run_leaves_no_lock_behind(tmp_path: Path, own_folder: None) ->
     assert process.stdout is not None and process.stdout.readline() == b"in\n"
     assert not gets_in("GPU-1")
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()
     assert gets_in("GPU-1")

@@ -32,6 +32,7 @@ from tests.blocks import (
     nested,
 )
 from zoo import Region
+from zoo.engine.signature import mode
 
 
 def test_regions_are_grouped_by_signature_and_given_and_left_out_by_class_and_by_path() -> None:
@@ -117,6 +118,15 @@ def test_inputs_in_the_old_form_work_with_a_note(inputs: Any, said: str) -> None
     with pytest.warns(DeprecationWarning, match=said) as warned:
         zoo.compile_regions(model, inputs=inputs, backend="eager")
     assert warned[0].filename == __file__
+
+
+def test_mode_in_words() -> None:
+    block = Block(2).eval()
+    assert mode(block) == "eval, grad"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert mode(block) == "eval, no_grad, autocast(cpu:bfloat16)"
+    with torch.inference_mode():
+        assert mode(block.train()) == "train, inference_mode"
 
 
 @pytest.mark.gpu
