@@ -473,8 +473,8 @@ class FiniteWatch:
         self.count += 1
         torch.where(self._found, self._step, self.count, out=self._step)
         torch.where(self._found, self._loss, loss, out=self._loss)
-        judged = loss if norm is None else loss + norm
-        self._found |= judged - judged != 0  # infinity minus itself is no number
+        zero = loss - loss if norm is None else (loss - loss) + (norm - norm)
+        self._found |= zero != 0  # infinity minus itself is no number
         self.skip.copy_(self._found)
 
     def check(self) -> None:
