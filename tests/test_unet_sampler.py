@@ -358,10 +358,12 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     assert reference.relative_error(found, eager) < 1e-3
     # The same noise; convolutions are in TF32 there.
     assert reference.relative_error(found.cpu(), on_host) < 0.05
-    state = sampler._state
+    state, step = sampler._state, sampler._step
+    assert step is not None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler._run(state, 8, True)
+        for _ in range(8):
+            step(unet, state, True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(sampler(**on_gpu), found)

@@ -373,12 +373,34 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
         del values[name]
     note_guards(guards)
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    kinds: dict[str, set[str]] = {}
+    for each in guards:
+        kinds.setdefault(each.name, set()).add(each.guard_type)
     return [
         not (each.is_global and each.has_value and is_library_code(each.value))
+        and not _is_implied(each, kinds)
         # A Python function that looks for hooks which the compiler writes into a graph; all others act when it runs.
         and (hooked or each.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS")
         for each in guards
     ]
+
+
+_IS_DICT_OF_MODULE = re.compile(r"\._(modules|parameters|buffers)$").search
+_IS_CONSTANT_OF_OURS = re.compile(r"G\['__import_zoo_\w+'\]\.\w+(\[\d+\])?$").match
+
+
+def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
+    """Whether a guard checks what cannot change, or what others of its graph do; ``kinds`` has theirs by source."""
+    name, kind = guard.name, guard.guard_type
+    if kind in ("TYPE_MATCH", "SEQUENCE_LENGTH") and not kinds[name].isdisjoint(("CONSTANT_MATCH", "EQUALS_MATCH")):
+        return True  # equal values have one type
+    if name.startswith("type("):
+        return "TYPE_MATCH" in kinds.get(name[5:-1], ())
+    if name.endswith(".__tensor_flatten__"):  # a method of subclasses
+        return "TENSOR_MATCH" in kinds.get(name.rpartition(".")[0], ())
+    if name.endswith("_hooks_with_kwargs"):
+        return True  # how hooks are called, which are guarded themselves
+    return bool(kind == "TYPE_MATCH" and _IS_DICT_OF_MODULE(name) or _IS_CONSTANT_OF_OURS(name))
 
 
 def is_library_code(value: object) -> bool:
