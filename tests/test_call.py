@@ -29,15 +29,22 @@ class Inner(nn.Module):
         return self.linear(x) * self.scale
 
 
+class Louder(Inner):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
 class Block(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.inner = Inner(width)
         self.norm = nn.BatchNorm1d(width)
         self.flag = True
+        self.scales = (1.0, 1.0)
 
     def forward(self, x: torch.Tensor, add: torch.Tensor | None = None, *, factor: float = 1.0) -> torch.Tensor:
-        y = self.norm(self.inner(x)) * factor
+        first, second = self.scales
+        y = self.norm(self.inner(x)) * factor * first * second
         if self.flag:
             y = y + x
         return y if add is None else y + add
@@ -87,6 +94,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "replaced submodule": lambda block: setattr(block, "inner", nn.Sequential(nn.Linear(8, 8), nn.ReLU())),
     "hook": lambda block: block.register_forward_hook(lambda module, args, output: output + 1),
     "pre-hook": lambda block: block.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "class of a submodule": lambda block: setattr(block.inner, "__class__", Louder),
+    "tuple": lambda block: setattr(block, "scales", (1.0, 2.0)),
+    "list for a tuple": lambda block: setattr(block, "scales", [1.0, 2.0]),
+    "hook inside that takes names": lambda block: block.inner.register_forward_hook(
+        lambda module, args, named, output: output + 1, with_kwargs=True
+    ),
     "hook inside": lambda block: block.inner.register_forward_hook(lambda module, args, output: output + 1),
     "hook of torch's module": lambda block: block.norm.register_forward_hook(lambda module, args, output: output + 1),
     "training": lambda block: block.train(),

@@ -400,7 +400,7 @@ def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
         return "TENSOR_MATCH" in kinds.get(name.rpartition(".")[0], ())
     if name.endswith("_hooks_with_kwargs"):
         return True  # how hooks are called, which are guarded themselves
-    return bool(kind == "TYPE_MATCH" and _IS_DICT_OF_MODULE(name) or _IS_CONSTANT_OF_OURS(name))
+    return bool((kind == "TYPE_MATCH" and _IS_DICT_OF_MODULE(name)) or _IS_CONSTANT_OF_OURS(name))
 
 
 def is_library_code(value: object) -> bool:
