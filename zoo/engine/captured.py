@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -179,7 +178,7 @@ def reachable_modules(*roots: Any) -> list[nn.Module]:
 
 
 _TRAINING, _CHILDREN = operator.itemgetter("training"), operator.itemgetter("_modules")
-_HOOKS = operator.itemgetter("_forward_hooks"), operator.itemgetter("_forward_pre_hooks")
+_HOOKS, _PRE_HOOKS = operator.itemgetter("_forward_hooks"), operator.itemgetter("_forward_pre_hooks")
 
 
 class WeightsMovedError(RuntimeError):
@@ -201,9 +200,9 @@ class Weights:
                     for name, tensor in store.items():
                         if tensor is None or tensor.layout is torch.strided:
                             self._places.append((store, name, f"{prefix}.{name}" if prefix else name))
-        self._remembered: list[tuple[dict[str, Any], str, int | None]] = []
-        self._states: list[tuple[Any, ...]] = []
-        self._before: tuple[Any, ...] = ()
+        self._spaces = [module.__dict__ for _, module in self._modules.values()]
+        self._stores, self._names = [store for store, _, _ in self._places], [name for _, name, _ in self._places]
+        self._before: tuple[list[Any], ...] = ()
         self._held: list[Any] = []
 
     def tensors(self) -> list[torch.Tensor]:
@@ -212,58 +211,38 @@ class Weights:
 
     def hooked(self) -> bool:
         """Whether a module has forward hooks, or a forward of its own, whose Python a replay would leave out."""
-        return any(_python(module) for _, module in self._modules.values())
+        return any(any(runs) for _, *runs in self._now()[0])
 
     def remember(self) -> None:
         """Take what is there at this moment as what to check against."""
-        self._remembered = [(store, name, _address(store[name])) for store, name, _ in self._places]
-        self._states = [
-            (module, label, module.training, _python(module), list(module._modules.values()))
-            for label, module in self._modules.values()
-        ]
-        self._spaces = [module.__dict__ for _, module in self._modules.values()]
-        kept = [(store, name) for store, name, address in self._remembered if address is not None]
-        self._kept = [store for store, _ in kept], [name for _, name in kept]
-        self._absent = [(store, name) for store, name, address in self._remembered if address is None]
         self._before = self._now()
         # Tensors that are plain attributes are not checked: the CUDA graph goes on reading those of its capture.
-        values = [value for _, module in self._modules.values() for value in vars(module).values()]
+        values = [value for space in self._spaces for value in space.values()]
         self._held = [value for value in values if isinstance(value, torch.Tensor | list | tuple)]
 
-    def _now(self) -> tuple[Any, ...]:
-        """What ``check`` compares, by loops in C: each replay waits for it."""
-        hooks = (map(len, map(kind, self._spaces)) for kind in _HOOKS)
-        children = itertools.chain.from_iterable(map(dict.values, map(_CHILDREN, self._spaces)))
-        own_forwards = map(operator.contains, self._spaces, itertools.repeat("forward"))
-        addresses = map(torch.Tensor.data_ptr, map(dict.__getitem__, *self._kept))
-        absent = [store.get(name) for store, name in self._absent]
-        return [*map(_TRAINING, self._spaces)], [*itertools.chain(*hooks, own_forwards, children, addresses)], absent
+    def _now(self) -> tuple[list[Any], ...]:
+        """Modes and hooks of all modules, their submodules, and addresses. Each replay waits for it: loops in C."""
+        spaces = self._spaces
+        runs = map(len, map(_HOOKS, spaces)), map(len, map(_PRE_HOOKS, spaces)), ["forward" in each for each in spaces]
+        modes = zip(map(_TRAINING, spaces), *runs, strict=True)
+        children = map(list, map(dict.values, map(_CHILDREN, spaces)))
+        tensors = map(dict.get, self._stores, self._names)
+        return [*modes], [*children], [None if each is None else each.data_ptr() for each in tensors]
 
     def check(self) -> None:
         """Raise WeightsMovedError if anything is no longer what it was."""
-        with contextlib.suppress(KeyError, TypeError):  # of a weight that is gone
-            if self._now() == self._before:
-                return
-        for module, label, training, python, children in self._states:
-            if module.training is not training or _python(module) != python:
-                raise WeightsMovedError(
-                    f"{label or 'the model'} changed its training mode, hooks or forward since capture; capture again"
-                )
-            if [*module._modules.values()] != children:
-                raise WeightsMovedError(f"{label or 'the model'} has other submodules than at capture; capture again")
-        for store, name, address in self._remembered:
-            if _address(store.get(name)) != address:
-                label = next(label for where, key, label in self._places if where is store and key == name)
-                raise WeightsMovedError(
-                    f"{label} was moved or replaced since capture (.to(), load_state_dict(assign=True), an assigned "
-                    "parameter), so a replay would read stale memory; capture again. Loading in place is fine"
-                )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _python(module: nn.Module) -> int:
-    """How many hooks, and forward of its own, run in Python beside the forward of the module's class."""
-    return len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in module.__dict__)
+        now = self._now()
+        if now == self._before:
+            return
+        labels = [label or "the model" for label, _ in self._modules.values()]
+        names = labels, labels, [label for _, _, label in self._places]
+        changes = (
+            "{} changed its training mode, hooks or forward since capture; capture again",
+            "{} has other submodules than at capture; capture again",
+            "{} was moved or replaced since capture (.to(), load_state_dict(assign=True), an assigned parameter), so a "
+            "replay would read stale memory; capture again. Loading in place is fine",
+        )
+        for named, before, found, change in zip(names, self._before, now, changes, strict=True):
+            for label, old, new in zip(named, before, found, strict=True):
+                if old != new:
+                    raise WeightsMovedError(change.format(label))
