@@ -21,6 +21,7 @@ from tests.fake_gpu import Gpu
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.kernel import Kernel, kernel
+from zoo.ops.images import group_norm
 from zoo.ops.triton.tiles import gated_gelu_product
 
 
@@ -413,3 +414,19 @@ def test_blocks_share_their_graph() -> None:
     first, second = (direct.DirectOrInductor({"size_asserts": False}, False, True) for _ in range(2))
     assert first == second and first != direct.DirectOrInductor(None, False, True)
     assert first != direct.DirectOrInductor({"size_asserts": False}, False, False)
+
+
+def test_the_gradient_of_a_shifted_norm_is_not_copied_to_another_layout(launches: list[Any]) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(2, 8, 4, 4),)
+
+    x, shift = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last), torch.randn(2, 8)
+    learn = [each.requires_grad_() for each in (x, shift, torch.ones(8), torch.zeros(8))]
+    torch.compile(lambda *given: group_norm(*given, 2, 1e-5, True), backend=keep, fullgraph=True)(*learn)
+    parts = [part for part in graphs[0].modules() if isinstance(part, fx.GraphModule)]
+    assert len(parts) == 3  # the graph, the norm and its gradient
+    asked = [node for part in parts for node in part.graph.find_nodes(op="call_method", target="contiguous")]
+    assert asked and all(node.kwargs == {"memory_format": torch.channels_last} for node in asked)

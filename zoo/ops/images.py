@@ -208,6 +208,10 @@ class _GroupNorm(torch.autograd.Function):
         eps: float, silu: bool,
     ) -> Any:  # fmt: skip
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
+        if shift is not None and shift.stride(1) != 1:
+            shift = shift.contiguous()
+        # Dynamo copies the gradients of a backward that asks a tensor for its strides into another layout.
+        ctx.shift_stride = 0 if shift is None else shift.stride(0)
         out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
         ctx.save_for_backward(joined, shift, weight, bias, statistics)
         return out if skip is None else (out, joined)
@@ -215,7 +219,7 @@ class _GroupNorm(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor, joined_grad: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        given = grad, *ctx.saved_tensors, joined_grad, ctx.channels, ctx.silu
+        given = grad, *ctx.saved_tensors, joined_grad, ctx.shift_stride, ctx.channels, ctx.silu
         grad_x, grad_skip, *others = kernels.group_norm.group_norm_backward(*given)
         return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None
 

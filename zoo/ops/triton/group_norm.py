@@ -512,9 +512,12 @@ def _gradients(
 
 def group_norm_backward(
     grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, more: Tensor | None,
-    first: int, silu: bool,
+    stride: int, first: int, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C]."""
+    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C].
+
+    ``stride`` is that of the shift's rows.
+    """
     x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
     images, channels, height, side = x.shape
     out, other = (
@@ -533,7 +536,7 @@ def group_norm_backward(
     most = max(1, GRADIENT_PROGRAMS // (images * blocks))
     rows = ceil_div(ceil_div(pixels, most), GRADIENT_ROWS) * GRADIENT_ROWS
     chunks = ceil_div(pixels, rows)
-    moved, stride, shifted = shift_arguments(shift, weight)
+    moved, shifted = (weight, 0) if shift is None else (shift, channels)
     part = torch.empty(3, images, chunks, channels, dtype=torch.float32, device=x.device)
     common = torch.empty_like(stats)
     given = grad, x, moved, weight, bias, stats
