@@ -166,6 +166,8 @@ def group_norm(
     """
     if not _group_norm_fits(groups, x, weight, bias, shift):
         return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
+    if shift is not None and shift.stride(1) != 1:
+        shift = shift.contiguous()
     if differentiated(x, weight, bias, shift):
         return _GroupNorm.apply(x, None, shift, weight, bias, groups, eps, silu)
     return kernels.group_norm.group_norm(x, None, shift, weight, bias, groups, eps, silu)[0]
@@ -208,8 +210,6 @@ class _GroupNorm(torch.autograd.Function):
         eps: float, silu: bool,
     ) -> Any:  # fmt: skip
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
-        if shift is not None and shift.stride(1) != 1:
-            shift = shift.contiguous()
         # Dynamo copies the gradients of a backward that asks a tensor for its strides into another layout.
         ctx.shift_stride = 0 if shift is None else shift.stride(0)
         out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)

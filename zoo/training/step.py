@@ -28,8 +28,6 @@ from zoo.training.fused import AdamW
 from zoo.training.parallel import clip_gradients, collective_obstacles, groups_of, mean_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
-# True of optimizers that a flag on the device makes skip an update: torch's fused ones.
-_SKIPS = "_step_supports_amp_scaling"
 
 
 class TrainingWarning(UserWarning):
@@ -106,7 +104,7 @@ class TrainingStep:
         self._watch = FiniteWatch(self.device, goes_on=self.scaler is not None)
         self._norm = torch.zeros((), device=self.device)
         # If the optimizer cannot skip by a flag on the device, the host waits for the loss and decides.
-        self._skips = getattr(optimizer, _SKIPS, False)
+        self._skips = _can_skip(optimizer)
         self._groups = groups_of(model)
         self._updated = False
         self._side: torch.cuda.Stream | None = None
@@ -419,6 +417,11 @@ def _check_loss(loss: Any) -> None:
         raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
 
 
+def _can_skip(optimizer: Optimizer) -> bool:
+    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Why a step of this model and optimizer cannot be captured, each with its remedy; empty if it can.
 
@@ -430,7 +433,7 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
         return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
     name = type(optimizer).__name__
     obstacles = []
-    if not getattr(optimizer, _SKIPS, False):
+    if not _can_skip(optimizer):
         can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
         remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"
         obstacles.append(f"{name} is not fused, and could not skip a bad step without waiting: {remedy}")

@@ -308,21 +308,13 @@ def _small(
         joined += STEPS * rows * channels
 
 
-def shift_arguments(shift: Tensor | None, weight: Tensor) -> tuple[Tensor, int, int]:
-    """Shift [B, C] or None as kernels take it: where it lies, its stride, and how many channels there are of it."""
-    if shift is None:
-        return weight, 0, 0
-    shift = shift if shift.stride(1) == 1 else shift.contiguous()
-    return shift, shift.stride(0), shift.shape[1]
-
-
 def group_norm(
     x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Group norm of x [B, C, H, W] plus shift [B, C], or of x and skip [B, S, H, W] side by side; SiLU where asked for.
 
-    Also what was normed, without the shift, and statistics [B, G, 2].
+    Also what was normed, without the shift, and statistics [B, G, 2]. Rows of the shift may lie apart.
     """
     joined, x = x, x.contiguous(memory_format=torch.channels_last)
     if skip is None:
@@ -340,7 +332,7 @@ def group_norm(
     stats = torch.empty(images, groups, 2, dtype=torch.float32, device=x.device)
     if not x.numel():
         return out, joined, stats
-    moved, *strides = shift_arguments(shift, weight)
+    moved, *strides = (weight, 0, 0) if shift is None else (shift, shift.stride(0), channels)
     if pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS:
         unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
         units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
