@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from tests.fake_gpu import Gpu
 from zoo.engine import direct
-from zoo.engine.autograd import differentiable_once
+from zoo.engine.autograd import differentiable_once, trace_halves
 from zoo.engine.kernel import Kernel, kernel
 from zoo.ops.images import group_norm
 from zoo.ops.triton.tiles import gated_gelu_product
@@ -233,6 +233,25 @@ def test_a_chain_of_views_is_one() -> None:
 def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
     x = torch.randn(4, 6)
     assert calls_of(lambda x: x.view(2, 2, 6).transpose(0, 1), x) == ["view", "transpose"]
+
+
+def test_the_gradients_of_joined_weights_are_one_view_each() -> None:
+    lines: list[tuple[direct.Run, list[str]]] = []
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        backward = trace_halves(graph).backward
+        run = direct._straight_line(backward, None, [], boxed=True)
+        called = (node.target for node in backward.graph.nodes if node.op == "call_function")
+        lines.append((run, [target.__name__ for target in called]))
+        return graph
+
+    x, weights = torch.randn(3, 5), [torch.randn(4, 5, requires_grad=True) for _ in range(2)]
+    compiled(lambda x, *weights: x @ torch.cat(weights).t(), compile_graph)(x, *weights)
+    ((backward, calls),) = lines
+    assert calls[-2:] == ["_reinterpret_tensor"] * 2 and "mm.default" in calls and "slice.Tensor" not in calls
+    grad = torch.randn(3, 8)
+    found = [each for each in backward([grad, x]) if each is not None]
+    torch.testing.assert_close(torch.cat(found), grad.t() @ x)
 
 
 def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

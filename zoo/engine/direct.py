@@ -120,11 +120,11 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     return launches or (len(pointwise) <= 1 and simple)
 
 
-def _view_once(graph: fx.Graph) -> None:
+def _view_once(graph: fx.Graph, of_gradients: bool) -> None:
     """Make a chain of views one view of the tensor below it, and leave out what changes nothing.
 
     A view takes the host as long as a fifth of a product. An output that shares memory with an input or with another
-    output is viewed as it was written.
+    output is viewed as it was written, so that autograd knows, unless the outputs are gradients.
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -137,7 +137,8 @@ def _view_once(graph: fx.Graph) -> None:
             node.replace_all_uses_with(source)
         elif _has_fixed_layout(value):
             roots[node] = roots.get(source, source)
-    returned = [each for node in graph.nodes if node.op == "output" for each in node.all_input_nodes]
+    outputs = [] if of_gradients else graph.find_nodes(op="output")
+    returned = [each for node in outputs for each in node.all_input_nodes]
     returned_roots = [roots.get(each, each) for each in returned]
     for each, root in zip(returned, returned_roots, strict=True):
         watched: Any = each if root.op == "placeholder" or returned_roots.count(root) > 1 else None
@@ -387,7 +388,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
     for node in graph.graph.find_nodes(op="call_function", target=operator.pow):
         node.target = pow  # FX writes the other as -1 ** n, which is -(1 ** n)
     _call_libraries(graph.graph)
-    _view_once(graph.graph)
+    _view_once(graph.graph, of_gradients=boxed)
     _allocate_as_viewed(graph.graph, gpu)
     for node in list(graph.graph.nodes):
         args: Any
