@@ -283,6 +283,25 @@ def test_rows_with_nan_and_infinity_match_torch_and_a_label_that_is_no_class_is_
     assert found.isnan().all(1).tolist() == [False, True, True, True] and found[0].isfinite().all()
 
 
+@pytest.mark.parametrize("norms", [None, [1.0, 2.0, math.inf, 1.0]], ids=["loss", "norm"])
+@pytest.mark.parametrize("losses", [[0.5, 1.0, 2.0, 3.0], [0.5, math.inf, math.nan, 1.0], [math.nan, 1.0, 2.0, 3.0]])
+def test_a_step_is_judged_by_its_loss_and_norm(
+    losses: list[float], norms: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "kernels_run", lambda *_: False)
+
+    def state() -> list[Tensor]:
+        return [torch.full((), 5, device=DEVICE), torch.zeros((), device=DEVICE).long(), number(0.0), number(0.0)]
+
+    found, expected = state(), state()
+    for loss, norm in zip(losses, norms or [None] * 4, strict=True):
+        given = number(loss), None if norm is None else number(norm)
+        kernels.judge_step(*given, *found)
+        operators.judge_step(*given, *expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found[0] == 9 and found[3] == float(norms is not None or not math.isfinite(sum(losses)))
+
+
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("numbers", [1, 4096, 12_289])
 def test_scaling(numbers: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""What a training step runs outside of its model: AdamW's update, and cross entropy with its gradient in one pass.
+"""What a training step runs outside of its model: AdamW's update, cross entropy with its gradient, a look for NaN.
 
-Neither is compiled: what is launched here is launched by eager code.
+None is compiled: what is launched here is launched by eager code.
 
 Shape legend: n rows, V classes.
 """
@@ -115,6 +115,26 @@ def _are_of_one_dtype(param: Tensor, grad: Tensor, average: Tensor, square: Tens
 
 def _are_numbers_on(device: torch.device, *values: Tensor | float | None) -> bool:
     return all(not isinstance(each, Tensor) or (each.device == device and each.numel() == 1) for each in values)
+
+
+@torch.no_grad()
+def judge_step(
+    loss: Tensor, norm: Tensor | None, count: Tensor, last: Tensor, last_loss: Tensor, skip: Tensor
+) -> None:  # fmt: skip
+    """Count a training step in ``count`` int64, and set ``skip`` to 1 unless its loss, and norm, are finite.
+
+    ``last`` int64 and ``last_loss`` keep its number and loss, unless ``skip`` was 1 before. All are scalars on one
+    device, of float32 where nothing else is said.
+    """
+    if kernels_run(loss, norm):
+        kernels.training.judge_step(loss, norm, count, last, last_loss, skip)
+        return
+    count += 1
+    found = skip != 0
+    torch.where(found, last, count, out=last)
+    torch.where(found, last_loss, loss, out=last_loss)
+    zero = loss - loss if norm is None else (loss - loss) + (norm - norm)
+    skip.copy_(found | (zero != 0))  # infinity minus itself is no number
 
 
 # The label of a row without a loss.

@@ -22,6 +22,7 @@ from zoo import validate
 from zoo.engine.captured import check_leaves, describe, is_captured, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep, synchronisations
 from zoo.ops.common import is_sharded
+from zoo.ops.training import judge_step
 from zoo.training import state
 from zoo.training.checkpointing import restores_random_state
 from zoo.training.fused import AdamW
@@ -467,33 +468,21 @@ class FiniteWatch:
         # Number and loss of the first bad step; of the last step while none was bad.
         self._step = torch.zeros_like(self.count)
         self._loss = torch.zeros((), device=device)
-        self._found = torch.zeros((), dtype=torch.bool, device=device)
         self.skip = torch.zeros((), device=device)
 
-    @torch.no_grad()
     def see(self, loss: Tensor, norm: Tensor | None) -> None:
         """Count a step and judge its loss, float32, and its gradients' norm, if it is there. The host never waits."""
-        self.count += 1
-        torch.where(self._found, self._step, self.count, out=self._step)
-        torch.where(self._found, self._loss, loss, out=self._loss)
-        zero = loss - loss if norm is None else (loss - loss) + (norm - norm)
-        self._found |= zero != 0  # infinity minus itself is no number
-        self.skip.copy_(self._found)
+        judge_step(loss, norm, self.count, self._step, self._loss, self.skip)
 
     def check(self) -> None:
         """Wait for the device and raise NonFiniteError for the first bad step, once: later steps then train again."""
-        if self._found:
-            step = int(self._step)
-            self._forget()
-            raise NonFiniteError(step, float(self._loss), self._goes_on)
+        if self.skip:
+            self.skip.zero_()
+            raise NonFiniteError(int(self._step), float(self._loss), self._goes_on)
 
     def begin_at(self, count: int) -> None:
         """Continue after so many steps; none of them is reported."""
         self.count.fill_(count)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._found.zero_()
         self.skip.zero_()
 
 
