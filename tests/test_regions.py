@@ -32,6 +32,7 @@ from tests.blocks import (
     nested,
 )
 from zoo import Region
+from zoo.engine import compat
 from zoo.engine.signature import mode
 
 
@@ -490,4 +491,8 @@ def graphs(line: str) -> list[str]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_page_is_what_is_counted(name: str) -> None:
-    assert graphs(row(name, [OURS])) == graphs(PAGE[name])
+    expected = graphs(PAGE[name])
+    if name == "torchvision VisionTransformer" and compat._TORCH < compat.ATTENTION_KEEPS_STRIDES:
+        # The attention of the first block returns other strides than its input has.
+        expected[3:6] = ["2, 2", "zoo 2", "zoo 4"]
+    assert graphs(row(name, [OURS])) == expected

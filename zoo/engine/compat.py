@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch
 OLDEST_TORCH = (2, 11)
 FALLBACKS_ARE_LAZY = (2, 15)  # the first release seen to
 GUARDS_SEE_TENSORS = (2, 14)  # the first release seen to
+ATTENTION_KEEPS_STRIDES = (2, 14)  # the first release seen to
 
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
@@ -71,3 +74,18 @@ def full_guards() -> dict[str, Any]:
     its first steps would get no gradients, without a word.
     """
     return {} if _TORCH >= GUARDS_SEE_TENSORS else {"skip_tensor_guards_with_matching_dict_tags": False}
+
+
+@contextlib.contextmanager
+def strides_as_compiled() -> Iterator[None]:
+    """Give what ``nn.MultiheadAttention`` returns the strides that it has in compiled code.
+
+    Before 2.14 they differ where eager code takes its fast path.
+    """
+    mha = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(before and _TORCH >= ATTENTION_KEEPS_STRIDES)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(before)

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zoo.engine.compat import strides_as_compiled
 from zoo.engine.lifted import Lifted, own_items
 from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class, own_class
@@ -83,7 +84,8 @@ def _watched(model: nn.Module, *, grad: bool = True) -> Iterator[None]:
     """A call of the model in here is eager, in the model's mode, and leaves nothing behind."""
     grad &= model.training and torch.is_grad_enabled()
     # A hook on a compiled module would be traced into it, and compiling is not what a report should cost.
-    with undisturbed(model), torch.set_grad_enabled(grad), torch.compiler.set_stance("force_eager"):
+    eager = torch.compiler.set_stance("force_eager")
+    with undisturbed(model), torch.set_grad_enabled(grad), eager, strides_as_compiled():
         yield
 
 
