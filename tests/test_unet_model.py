@@ -1,8 +1,7 @@
 """UNets: their regions, the operators that they need of a host, and what calls a replaced part."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from tests import fake_gpu
 from tests.blocks import Doubled
-from zoo.engine.captured import side_stream
 from zoo.ops import images as convs
 from zoo.ops import transformer as low_products
 from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, upsample, windows_run
@@ -108,59 +106,6 @@ def test_a_replaced_product_is_called(name: str) -> None:
         setattr(block, name, twice)
         torch.testing.assert_close(found, block(x.clone(), key))
         assert not torch.allclose(found, before)
-
-
-@pytest.mark.gpu
-def test_a_branch_runs_beside_and_is_waited_for() -> None:
-    x = torch.randn(512, 512, device="cuda")
-    streams = []
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with side_stream(x.device) as wait:
-            beside = x
-            for _ in range(20):
-                beside = (beside @ x).tanh()
-            streams.append(torch.cuda.current_stream())
-        other = x.cos()
-        streams.append(torch.cuda.current_stream())
-        if wait is not None:
-            wait()
-        return beside + other
-
-    expected = step(x)
-    assert streams[0] == streams[1]
-    graphed = zoo.cuda_graph(step, (x,))
-    assert streams[-2] != streams[-1]
-    for _ in range(3):
-        torch.testing.assert_close(graphed(x), expected)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_unet_waits_before_it_reads_what_the_branch_computes(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = zoo.create("unet-debug")
-    inputs = zoo.example_inputs(model)
-    with torch.inference_mode():
-        expected = model(**inputs).sample
-    happened: list[str] = []
-
-    @contextmanager
-    def noting(_: torch.device) -> Iterator[Any]:
-        happened.append("side_stream")
-        yield lambda: happened.append("wait")
-        happened.append("left")
-
-    def read(*_: Any) -> None:
-        happened.append("read")
-
-    monkeypatch.setattr("zoo.unet.model.side_stream", noting)
-    if compiled:
-        zoo.compile_regions(model, backend="eager")
-    for block in model.modules():
-        if isinstance(block, ResnetBlock):
-            block.register_forward_pre_hook(read)
-    with torch.inference_mode(), zoo.enforce_budget(model) if compiled else nullcontext():
-        torch.testing.assert_close(model(**inputs).sample, expected)
-    assert happened[:3] == ["side_stream", "left", "wait"] and set(happened[3:]) == {"read"}
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:

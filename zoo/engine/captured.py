@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,28 +29,6 @@ def is_step_input(tensor: torch.Tensor) -> bool:
 def is_captured(device: torch.device) -> bool:
     """Whether what runs on the device now goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@contextlib.contextmanager
-def side_stream(device: torch.device) -> Iterator[Callable[[], None] | None]:
-    """Capture the block on a stream of its own: in the CUDA graph it runs beside what follows it.
-
-    Yields a function that waits for the block; None where no CUDA graph is captured and the block runs as usual.
-    Before that call nothing may use what the block computes, or write what it reads.
-    """
-    if torch.compiler.is_compiling() or not is_captured(device):
-        yield None
-        return
-    main, side = torch.cuda.current_stream(device), _stream_beside(device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        yield functools.partial(main.wait_stream, side)
-
-
-@functools.cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """One for all: libraries keep a workspace for every stream."""
-    return torch.cuda.Stream(device)
 
 
 def is_constant(value: Any) -> bool:

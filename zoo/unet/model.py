@@ -13,7 +13,7 @@ values, E width of the embedded timestep, S channels of all shifts, X width of t
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.engine.captured import side_stream
 from zoo.engine.region import Region
 from zoo.ops.images import conv, group_norm
 from zoo.unet.blocks import Conditioning, Level, ResnetBlock, TransformerBlock, UNetConfig, linear
@@ -112,11 +111,11 @@ class TextProjections(nn.Module):
 
 
 def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: int) -> Tensor:
-    """[...] -> [..., width] in float32: sines and cosines of falling frequencies."""
+    """[...] -> [..., width] in float32, of float64 in that: sines and cosines of falling frequencies."""
     half = width // 2
     # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
-    angles = values.float()[..., None] * torch.exp(exponents / (half - freq_shift))
+    angles = values[..., None] * torch.exp(exponents / (half - freq_shift))
     joined = torch.cat([angles.cos(), angles.sin()] if cosines_first else [angles.sin(), angles.cos()], dim=-1)
     return F.pad(joined, (0, 1)) if width % 2 else joined
 
@@ -237,12 +236,9 @@ class UNet(nn.Module):
             raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
         batch = sample.shape[0]
-        wait: Callable[[], None] | None = None
         if not isinstance(timestep, TimeShifts):
-            # On a GPU these dozen small kernels run on a side stream, during the first convolution.
-            with side_stream(sample.device) as wait:
-                timesteps = _as_timesteps(timestep, batch, weight.device)
-                timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
+            timesteps = _as_timesteps(timestep, batch, weight.device)
+            timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
@@ -251,8 +247,6 @@ class UNet(nn.Module):
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
         x = sample.contiguous(memory_format=torch.channels_last)
         x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
-        if wait is not None:
-            wait()
         masks = attention_mask, encoder_attention_mask
         conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, masks)
         skips = [x]
