@@ -105,7 +105,7 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"sample": lambda x: x.to("meta")}, ValueError, "sample is on meta and the weights on cpu"),
         ({"encoder_hidden_states": None}, TypeError, "encoder_hidden_states is a NoneType"),
         ({"encoder_hidden_states": lambda x: x[..., :20]}, ValueError, r"\[B, L, 24\]: the text encoder must be"),
-        ({"encoder_hidden_states": lambda x: x[:1]}, ValueError, "with a row for each row of the sample"),
+        ({"encoder_hidden_states": lambda x: x[:1]}, ValueError, ", a row for each row of the sample, which guidance"),
         ({"encoder_hidden_states": TextKeysValues(torch.zeros(2, 7, 9))}, ValueError, "this model's text_keys_values"),
         ({"timestep": True}, TypeError, "timestep is True, expected a number"),
         ({"timestep": "last"}, TypeError, "timestep is 'last'"),
@@ -288,7 +288,8 @@ def engine() -> list[Refusal]:
         # What is named as a region.
         *((lambda each=each: find(Stack(), [each]), "nn.Module class", TypeError) for each in (3, int, Block(2))),
         (lambda: find(Stack(), Block), r"regions=\[\.\.\.\]", TypeError),
-        (lambda: Region(Block, graphs=0), "graphs is 0"),
+        *((lambda n=n: Region(Block, graphs=n), f"graphs is {n!r}, expected a positive integer") for n in (0, "1")),
+        (lambda: compiled(zoo.cuda_graph(Stack())), r"calls of the model itself are captured.*uncompile"),
         (lambda: find(Sequence(Child(4)), [Block]), r"Block matches no module of Sequence; its subclasses \['Child'\]"),
         (lambda: find(nested(), [Sequence, Block]), r"Block \(0\.blocks\.0\) is nested in region Sequence"),
         (lambda: find(Stack(), ["Block"]), "regions names 'Block', but Stack has no such module; a path reads as"),

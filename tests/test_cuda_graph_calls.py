@@ -56,6 +56,20 @@ def test_it_is_the_same_module() -> None:
     zoo.uncompile(model)
     with pytest.raises(ValueError, match="not captured: call zoo.cuda_graph"):
         zoo.captures(model)
+    with pytest.raises(TypeError, match="is a GraphedStep, expected what zoo.cuda_graph"):
+        zoo.captures(zoo.cuda_graph(lambda x: 2 * x, (torch.ones(2),)))  # type: ignore[arg-type]
+    pipeline = type("Pipeline", (), {"__call__": None, "__module__": "diffusers.pipelines"})()
+    pipeline.unet = model
+    with pytest.raises(TypeError, match=r"fn is a Pipeline, .*: pass the model that it holds, \.unet"):
+        zoo.cuda_graph(pipeline)
+
+
+def test_a_model_left_on_the_cpu_is_told_of_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, x = zoo.cuda_graph(Stack().eval()), torch.randn(2, 4)
+    with torch.inference_mode(), pytest.warns(zoo.RegionWarning, match="all its tensors are on the CPU"):
+        for _ in range(2):
+            model(x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

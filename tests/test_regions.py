@@ -255,7 +255,7 @@ def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multi
     assert not report.regions and "no regions: no module class but layers of torch.nn occurs twice" in str(report)
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
-    assert not report.regions and "what repeats in it (Block) is too little" in str(report)
+    assert not report.regions and "what repeats in it (Block) is too small" in str(report)
 
 
 # Regions of each model, and the graphs of each.

@@ -22,17 +22,18 @@ from zoo.registry import families
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; 1 if it refuses, with the reason on standard error."""
+    """Run a command and return its exit code; 2 if it refuses, with the reason on standard error."""
     given = _parser().parse_args(arguments)
     try:
         return given.command(given) or 0
     except (ImportError, ValueError, TypeError, OSError, zoo.ArtifactError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zoo", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"zoo {zoo.__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     lists = commands.add_parser("list", help="the models of the zoo, by family")
     lists.set_defaults(command=_list)
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         "each row over a cache",
     )  # fmt: skip
     compiles.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    compiles.add_argument("--device", help="left out: cuda if there is a GPU")
+    compiles.add_argument("--device", choices=("cuda", "cpu"), help="left out: cuda if there is a GPU")
     compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
     compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
     compiles.add_argument("--out", required=True, metavar="DIR")
@@ -63,6 +64,9 @@ def _list(given: argparse.Namespace) -> None:
 
 def _compile(given: argparse.Namespace) -> None:
     check_target(Path(given.out))
+    if ":" in given.name:
+        own = "zoo.save_compiled(model, folder) saves a model of your own"
+        raise ValueError(f"{given.name!r} is no preset of zoo list; {own}")
     device = advise.device_of(given.device)
     config = {name: _value(value) for name, value in map(_pair, given.set)}
     model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)

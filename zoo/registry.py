@@ -143,6 +143,8 @@ def from_upstream(module: nn.Module) -> nn.Module:
             "layer), which would be lost: convert before it is set, or remove it, pipe.remove_all_hooks()"
         )
     name, reasons = type(module).__name__, []
+    if any(type(module) in family.weights.classes for family in _FAMILIES.values()):
+        raise TypeError(f"module is a {name} of the zoo already: use it as it is")
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():
         if packages.intersection(family.upstream_packages):

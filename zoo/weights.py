@@ -300,7 +300,7 @@ def check_finite(model: nn.Module, source: str) -> None:
 def check_dtype(dtype: Any) -> None:
     """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype")
+        raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype, as torch.bfloat16")
 
 
 def initialise(module: nn.Module) -> None:

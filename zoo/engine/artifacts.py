@@ -204,8 +204,8 @@ def read_index(path: str | Path) -> dict[str, Any]:
     """The index of a folder: fingerprint, entries and files; ArtifactError if there is none that can be read."""
     try:
         index = json.loads((Path(path) / _INDEX).read_text())
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: no folder that zoo.save_compiled wrote, it has no {_INDEX}") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ArtifactError(f"{path}: no folder that zoo.save_compiled wrote, with an {_INDEX} in it") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path}: no index that can be read: {error}") from error
     if not isinstance(index, dict) or not {"fingerprint", "entries", "files", "choices", "sources"} <= set(index):
@@ -288,6 +288,8 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What was otherwise when the folder was written, in words."""
     # Through JSON, which knows no tuples.
     there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
+    if there["model"] != here["model"]:
+        return [f"it is of a {there['model']}, and this is a {here['model']}"]
     found: list[str] = []
     for name, now in here.items():
         before = there.get(name)

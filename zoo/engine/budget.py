@@ -156,19 +156,22 @@ def _not_compiled(
     that others of their stack may be trained without, in a model that was not written for regions.
     """
     entered = {name.rpartition(".")[0] for name in modules if modes[name]}
+    bypassed: dict[str, list[str]] = {}
     for name, module in modules.items():
         in_stack = name.rpartition(".")[0] in entered and (plan.report.declared or not module.training)
         if not modes[name] and not replayed and (not entered or in_stack):
-            yield (
-                f"{type(module).__name__} ({name}): its compiled call never ran; it was bypassed (block.forward(x), "
-                "checkpoint(block.forward)) or not reached: call the module itself"
-            )
+            bypassed.setdefault(type(module).__name__, []).append(name)
         for in_mode in modes[name]:
             if not GRAPH_LOG.compiled(module, in_mode):
                 yield (
                     f"{type(module).__name__} ({name}): was called in mode {in_mode} but no graph of it was ever "
                     "compiled: its forward is disabled or was skipped, and ran eagerly"
                 )
+    for cls, names in bypassed.items():
+        yield (
+            f"{cls} ({', '.join(names)}): its compiled call never ran; it was bypassed (block.forward(x), "
+            "checkpoint(block.forward)) or not reached: call the module itself"
+        )
 
 
 def _of_all(group: dist.ProcessGroup, violations: list[str], new: list[Entry]) -> list[str]:

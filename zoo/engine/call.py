@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import sys
 import threading
@@ -53,6 +54,7 @@ _MOST_MISSES = 8
 _MOST_SHAPES = 256
 # Dynamo's configuration is the process's: a second thread would put back what the first one had set.
 _patching = threading.RLock()
+_TORCH = os.path.dirname(torch.__file__)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -345,8 +347,10 @@ def has_stance() -> bool:
 def _reason(error: Exception) -> str:
     """The first line of what Dynamo says, and the line of user code that it speaks of."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    stack = getattr(error, "real_stack", None)
-    return f"{reason}, at {stack[-1].filename}:{stack[-1].lineno} ({stack[-1].line})" if stack else reason
+    stack = getattr(error, "real_stack", None) or []
+    # Torch's own code in Python, which a call of the user's led to, is nothing to rewrite.
+    last = next((each for each in reversed(stack) if not each.filename.startswith(_TORCH)), None)
+    return f"{reason}, at {last.filename}:{last.lineno} ({last.line})" if last else reason
 
 
 @functools.cache

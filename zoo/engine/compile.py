@@ -21,6 +21,7 @@ from zoo.engine import discover
 from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
 from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
+from zoo.engine.cuda_graph import CapturingCall
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import FoundRegion, Given, Obstacle, RegionReport
 from zoo.engine.graph_log import GRAPH_LOG, Entry
@@ -157,8 +158,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
     if not chosen and not discover.declared_regions(model):
         raise ValueError(
             f"{type(model).__name__} declares no regions and none is discovered: {discover.nothing_repeats(model)}; "
-            "name classes with regions=[...], or give args= or kwargs=, in whose call a block that is called again is "
-            "found"
+            "or name classes with regions=[...], or give args= or kwargs= of a call that runs one block several times"
         )
     if not chosen:
         why = "has nothing to compile in this configuration; it runs on library kernels as it is"
@@ -168,7 +168,11 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
     named = [(name or "the model itself", module) for name, module in model.named_modules()]
     if wrapped := [name for name, module in named if isinstance(module, wrapper)]:
         # Its graph would take the regions in, and nothing be compiled by regions.
-        raise ValueError(f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...); pass its _orig_mod")
+        remedy = "its _orig_mod" if isinstance(model, wrapper) else "the model as it was before that"
+        raise ValueError(f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...); pass {remedy}")
+    if captured := [name for name, module in named if isinstance(module._compiled_call_impl, CapturingCall)]:
+        order = "zoo.uncompile(model), then zoo.cuda_graph(zoo.compile_regions(model))"
+        raise ValueError(f"the calls of {', '.join(captured[:4])} are captured: compile or load first, {order}")
     if taken := [name for name, module in named if module._compiled_call_impl]:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report, symbols = discover.report_on(model, choices.regions, chosen, example)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.call import RegionWarning, has_stance
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
+from zoo.engine.discover import model_in
 from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.observe import buffers_restored, checked_example
 
@@ -139,6 +140,7 @@ class CapturingCall:
             # The plain run raises an error of the call's own again.
             reason = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
             raise _Uncapturable(reason.partition("\n")[0], kind) from error
+        _warn_on_cpu(step)
         self._pool = step.pool
         self._steps[kind] = step
         self.captures.shapes += step.shapes
@@ -175,6 +177,12 @@ class CapturingCall:
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self._module.training
         return *modes, autocast, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+
+
+def _warn_on_cpu(step: GraphedStep) -> None:
+    if step.device.type == "cpu" and torch.cuda.is_available():
+        message = "a step runs without a CUDA graph: all its tensors are on the CPU; model.to('cuda')"
+        warnings.warn(message, RegionWarning, stacklevel=3)
 
 
 def _to(value: Any, device: torch.device) -> Any:
@@ -279,8 +287,9 @@ def cuda_graph(
         return fn
     if warmup < 2 and warmup != 0:
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
-    if not callable(fn):
-        raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function")
+    pipeline = {"diffusers", "transformers"} & {cls.__module__.partition(".")[0] for cls in type(fn).__mro__}
+    if not callable(fn) or (pipeline and not isinstance(fn, nn.Module)):
+        raise TypeError(f"fn is a {type(fn).__name__}, expected a module or a function{model_in(fn)}")
     if isinstance(static, (str, int)):
         raise TypeError(f"static is {static!r}, expected positions or names in a tuple: ({static!r},)")
     for index, bucket in enumerate(buckets or ()):
@@ -288,19 +297,24 @@ def cuda_graph(
             raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
     calls = [example, *(buckets or ())]
     try:
-        return GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))
+        step = GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))
     except Exception as error:
         if not args and kwargs is None:
             error.add_note("zoo.cuda_graph called it without arguments: give args=(x,) or kwargs={...} of a call")
         raise
+    _warn_on_cpu(step)
+    return step
 
 
 def captures(module: nn.Module) -> Captures:
     """What the calls of a module given to ``zoo.cuda_graph`` did so far.
 
     Raises:
+        TypeError: If it is no module; a step that was captured by an example replays in each call.
         ValueError: If its calls are not captured; a deep copy's and an unpickled module's are not.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}, expected what zoo.cuda_graph(model) returned")
     call = module._compiled_call_impl
     if not isinstance(call, CapturingCall):
         raise ValueError(f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model)")

@@ -244,7 +244,7 @@ def resolve(
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module{model_in(model)}")
     for argument, given in {"regions": regions, "exclude": exclude}.items():
         if given is not None and not isinstance(given, list | tuple | set | frozenset):
             what, remedy = f"a {type(given).__name__}", "; inputs of a call are args=(x,) and kwargs={...}"
@@ -339,11 +339,19 @@ def _refuse_nested_and_lazy(chosen: Chosen) -> None:
                 raise ValueError(f"region {cls}: {name}.{path} has no shape yet; call the model once on an example")
 
 
+def model_in(value: Any) -> str:
+    """What to pass in place of an object that holds models, as a pipeline of diffusers; for the end of a message."""
+    names = [name for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, nn.Module)]
+    if not names:
+        return ""
+    return f": pass the model that it holds, {' or '.join(f'.{name}' for name in names[:4])}"
+
+
 def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model: for a message that goes on with what to do."""
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
-        return f"what repeats in it ({names}) is too little to gain by regions; torch.compile(model) takes it whole"
+        return f"what repeats in it ({names}) is too small to gain by regions; use torch.compile(model)"
     reason = "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"

@@ -28,7 +28,7 @@ class Region:
 
     Raises:
         TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
-        ValueError: If ``graphs`` is not positive.
+        ValueError: If ``graphs`` is no positive integer.
     """
 
     cls: type[nn.Module]
@@ -43,5 +43,5 @@ class Region:
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
             raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass a module's class, as in [Block]")
-        if self.graphs is not None and self.graphs < 1:
-            raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs}, but a region needs at least one")
+        if self.graphs is not None and not (isinstance(self.graphs, int) and self.graphs >= 1):
+            raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs!r}, expected a positive integer")

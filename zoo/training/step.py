@@ -428,12 +428,12 @@ def capture_obstacles(model: nn.Module, optimizer: Optimizer) -> list[str]:
 
     The loss is not examined: a step that waits for the device is noticed when it runs.
     """
+    obstacles: list[str] = []
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         found = ", ".join(sorted(map(str, devices))) or "no device"
-        return [f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')"]
+        obstacles.append(f"the parameters are on {found}; a CUDA graph needs one GPU: model.to('cuda')")
     name = type(optimizer).__name__
-    obstacles = []
     if not _can_skip(optimizer):
         can_be_fused = "fused" in inspect.signature(type(optimizer)).parameters
         remedy = f"{name}(..., fused=True)" if can_be_fused else "torch.optim has AdamW and SGD with fused=True"

@@ -240,6 +240,8 @@ class UNet(nn.Module):
             timesteps = _as_timesteps(timestep, batch, weight.device)
             timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):
+            hint = ", a row for each row of the sample, which guidance doubles: torch.cat([sample] * 2)"
+            validate.tensor("encoder_hidden_states", encoder_hidden_states, f"{batch} L D", hint=hint)
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
         _check_projected(self, shifts, keys_values, sample)
@@ -358,7 +360,8 @@ def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
         dtype = torch.int64 if isinstance(timestep, int) else torch.float32
         return torch.tensor([timestep], dtype=dtype, device=device)
     if timestep.numel() not in (1, batch) or timestep.dim() > 1:
-        raise ValueError(f"timestep has shape {list(timestep.shape)}, expected [], [1] or [{batch}]")
+        known = "[] or [1]" if batch == 1 else f"[], [1] or [{batch}]"
+        raise ValueError(f"timestep has shape {list(timestep.shape)}, expected {known}")
     return timestep.reshape(-1).to(device)
 
 
@@ -374,7 +377,8 @@ def _check_conditions(
     width: Any = config.addition_time_embed_dim
     wanted = [] if config.addition_embed_type is None else ["text_embeds", "time_ids"]
     if sorted(added) != wanted:
-        raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}")
+        remedy = f"pass {' and '.join(wanted)}" if wanted else "leave it out"
+        raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}: {remedy}")
     if wanted:
         text, sizes = added["text_embeds"], added["time_ids"]
         validate.tensor("text_embeds", text, f"{rows} X")

@@ -29,8 +29,9 @@ from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 MOST_KEPT = 16
 # Random values on which the shares of a solver's step must agree with the solver.
 _TRIALS = 8
-# Options of diffusers' schedulers for which a step may be no sum.
-_NO_SUM = ("clip_sample", "thresholding", "algorithm_type", "rescale_betas_zero_snr", "prediction_type")
+# Options of diffusers' schedulers for which a step may be no sum, and values of the last for which it is one.
+_NO_SUM = ("clip_sample", "thresholding", "rescale_betas_zero_snr", "algorithm_type")
+_SUMS = ("dpmsolver", "dpmsolver++")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,10 +117,12 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     results = torch.stack(returned)
     shares, tried = results[:, : 2 * steps], results[:, 2 * steps :]
     if not (shares @ trials - tried).abs().max() <= 1e-4 * results.abs().max():  # nor if one is NaN
-        options = ", ".join(f"{key}={theirs.config[key]!r}" for key in _NO_SUM if key in theirs.config)
+        options = {key: theirs.config.get(key) for key in _NO_SUM}
+        set_so = [f"{key}={value!r}" for key, value in options.items() if value and value not in _SUMS]
+        remedy = "switch that off, or take" if set_so else "take"
         raise ValueError(
-            f"diffusers' {type(theirs).__name__} with {options or 'its options'} is not supported: its steps clip "
-            "values, draw noise or divide by zero; switch that off, or choose a deterministic scheduler"
+            f"diffusers' {type(theirs).__name__}{' with ' * bool(set_so)}{', '.join(set_so)} is not supported: its "
+            f"steps clip values, draw noise or divide by zero; {remedy} DPMSolverMultistepScheduler.from_config(...)"
         )
     return torch.tensor(scales, dtype=torch.float64), shares[:, :steps], shares[:, steps:]
 
