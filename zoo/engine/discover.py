@@ -102,6 +102,7 @@ class RegionReport:
     regions: tuple[FoundRegion, ...]
     obstacles: tuple[Obstacle, ...]
     declared: bool
+    given: bool = False
     why_none: str = ""
     by_call: bool = False  # whether other regions are found without the arguments of a call
 
@@ -121,7 +122,7 @@ class RegionReport:
         return _counted(self.graphs_needed, any(found.at_least for found in self.regions))
 
     def __str__(self) -> str:
-        origin = "declared" if self.declared else "given or discovered"
+        origin = "declared" if self.declared else "given" if self.given else "discovered"
         if not self.regions:
             return f"{self.model}: no regions: {self.why_none}"
         lines = [
@@ -226,7 +227,9 @@ def report_on(
         at_least = bool(zeros or passed.varying or differ or floats or unseen) or _contents_differ(modules, observed)
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
-    return RegionReport(type(model).__name__, tuple(found), tuple(obstacles), declared, why), lifted
+    return RegionReport(
+        type(model).__name__, tuple(found), tuple(obstacles), declared, regions is not None, why
+    ), lifted
 
 
 def _weights(model: nn.Module) -> dict[int, int]:
