@@ -15,7 +15,7 @@ from tests import fake_gpu
 from tests.blocks import Doubled
 from zoo.ops import images as convs
 from zoo.ops import transformer as low_products
-from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, upsample, windows_run
+from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, windows_run
 from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock, UNet
 from zoo.unet import blocks as products
@@ -128,7 +128,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "product and gate": (gated_gelu_product, product),
         "bias": (conv_add, (low, bias)),
         "bias and residual that learn": (conv_add, (*learning(low, bias), x)),
-        "doubling": (upsample, (image,)),
         "product of windows": (conv3, (images(2, 640, 3, 5).bfloat16(), images(8, 640, 3, 3).bfloat16())),
         "norm": (layer_norm, (low, weight, bias, 1e-5)),
         "norm that learns": (layer_norm, (*learning(x, weight, bias), 1e-5)),

@@ -69,13 +69,6 @@ class _ConvAdd(torch.autograd.Function):
         return grad.to(x), grad_bias, None if residual is None else grad.to(residual)
 
 
-def upsample(x: Tensor) -> Tensor:
-    """Nearest neighbours: [B, C, H, W] -> [B, C, 2 H, 2 W] in channels_last, each pixel four times."""
-    if differentiated(x) or not kernels_run(x):
-        return F.interpolate(x, scale_factor=2.0, mode="nearest")
-    return kernels.tiles.upsample(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-
-
 def conv3(x: Tensor, weight: Tensor) -> Tensor:
     """A 3 × 3 convolution with a padding of 1 and no bias: [B, C_in, H, W] -> [B, C_out, H, W]."""
     return _product_of_windows(x, weight, None, 1) if windows_run(x, weight, 1) else F.conv2d(x, weight, padding=1)

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
-from zoo.ops.images import cat_group_norm, conv, conv3, conv_add, group_norm, upsample
+from zoo.ops.images import cat_group_norm, conv, conv3, conv_add, group_norm
 from zoo.ops.transformer import (
     add_norm,
     gated_gelu,
@@ -472,4 +472,6 @@ class Level(nn.Module):
                 outputs.append(x)
         if self.downsample is not None:
             outputs.append(conv(x if any(self.downsample.padding) else F.pad(x, (0, 1, 0, 1)), self.downsample))
-        return outputs or [x if self.upsample is None else conv(upsample(x), self.upsample)]
+        if self.upsample is not None:
+            x = conv(F.interpolate(x, scale_factor=2.0, mode="nearest"), self.upsample)
+        return outputs or [x]

@@ -1,4 +1,4 @@
-"""Kernels over tiles of rows and columns: sums over rows, what stands around products, images doubled or in windows.
+"""Kernels over tiles of rows and columns: sums over rows, what stands around products, images in windows.
 
 Sums take two steps: programs add up rows of their own, and a last kernel adds their parts in float32, in a fixed order.
 
@@ -125,21 +125,6 @@ def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, 
     tl.store(out + first * columns + place, value.to(out.dtype.element_ty), mask=seen)
 
 
-@kernel(do_not_specialize=["rows", "width"])
-def _upsample(x, out, rows, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
-    value = tl.load(x + first * columns + row[:, None] * columns + column[None, :], mask=seen, other=0.0)
-    # A line of the image becomes two of twice the length.
-    pixel = first + row
-    line = pixel // width
-    above = (4 * width * line + 2 * (pixel - line * width))[:, None] * columns + column[None, :]
-    tl.store(out + above, value, mask=seen)
-    tl.store(out + above + columns, value, mask=seen)
-    below = above + 2 * width * columns
-    tl.store(out + below, value, mask=seen)
-    tl.store(out + below + columns, value, mask=seen)
-
-
 @kernel(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
 def _windows(x, out, rows, height, width, lines, across, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
@@ -163,14 +148,6 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
     # Where there is none another tensor stands for it, of which nothing is read.
     other, added = (x, 0) if residual is None else (residual.contiguous(), columns)
     _launch(_conv_add, rows, columns, x, bias.contiguous(), other, out, rows, columns, added)
-    return out
-
-
-def upsample(x: Tensor) -> Tensor:
-    """[B, H, W, C] -> [B, 2 H, 2 W, C], each pixel four times."""
-    count, height, width, columns = x.shape
-    out, rows = x.new_empty(count, 2 * height, 2 * width, columns), count * height * width
-    _launch(_upsample, rows, columns, x.contiguous(), out, rows, width, columns)
     return out
 
 
