@@ -41,8 +41,8 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         norms: {"ROW_PROGRAMS": 2, "PROGRAMS": 4},
         tiles: {
-            "PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32, "GATE_ROWS": 2,
-            "GATE_COLUMNS": 16, "PROGRAMS": 8,
+            "PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32, "PROGRAMS": 8,
+            "GATE": {"ROWS": 2, "COLUMNS": 16}, "SILU": {"ROWS": 1, "COLUMNS": 32}, "MOST_PROGRAMS": 4,
         },
     }  # fmt: skip
     for module, sizes in small.items():

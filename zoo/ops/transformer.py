@@ -312,7 +312,7 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected one number a column: ({x.shape[-1]},)")
     if kernels_run(x, bias):
-        return _activated(kernels.tiles.gated_gelu, kernels.tiles.gated_gelu_backward, x, bias)
+        return _activated(kernels.tiles.gated, kernels.tiles.gated_backward, x, bias)
     # Under autocast parameters stay in float32, and would make activations float32 as well.
     value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
     return value * F.gelu(gate)
@@ -350,7 +350,7 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def swiglu(x: Tensor) -> Tensor:
     """SiLU of the first half of x [..., 2 I] times the second: [..., I] (https://arxiv.org/abs/2002.05202)."""
     if kernels_run(x):
-        return _activated(kernels.tiles.swiglu, kernels.tiles.swiglu_backward, x, None)
+        return _activated(kernels.tiles.gated, kernels.tiles.gated_backward, x, None)
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -294,12 +294,12 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tup
     return out, grad_bias
 
 
-# Rows and columns of a tile of the gate: a thread reads 16 numbers of each half. Widths are multiples of 256.
-GATE_ROWS, GATE_COLUMNS = 8, 256
-# Columns of a program of the gate with SiLU, which takes one row.
-SILU_BLOCK = 2048
-# Programs of the backward at most, shared between tiles of columns: three a multiprocessor of a large GPU.
-PROGRAMS = 384
+# A tile of the gate with GELU, of which a thread reads 16 numbers of each half, and of the one with SiLU. GELU's widths
+# are multiples of 256.
+GATE, SILU = {"ROWS": 8, "COLUMNS": 256}, {"ROWS": 1, "COLUMNS": 2048}
+# Programs of the backward at most, shared between tiles of columns: three a multiprocessor of a large GPU. With SiLU,
+# which has no bias to add up a gradient for, as many as a grid can have.
+PROGRAMS, MOST_PROGRAMS = 384, 65535
 # Of a product's tile: rows, columns of each half, channels at once; and what is under way. The fastest on an H200.
 PRODUCT_ROWS, PRODUCT_COLUMNS, CHANNELS, STAGES = 128, 64, 64, 3
 # Tiles of rows that take turns at the same columns, so that these are still in the cache.
@@ -309,48 +309,62 @@ FEW_CHANNELS = 512
 
 
 @kernel(do_not_specialize=["rows"])
-def _gated_gelu(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """With a bias the first half times GELU of the second, without one SiLU of the first half times the second."""
     first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
     x += first * (2 * columns)
     place = row[:, None] * (2 * columns) + column[None, :]
-    live = column < columns
-    value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-    gate = tl.load(x + columns + place, mask=seen, other=0.0).to(tl.float32)
-    value += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    gate += tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    left = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+    right = tl.load(x + columns + place, mask=seen, other=0.0).to(tl.float32)
+    if bias is None:
+        result = left * tl.sigmoid(left) * right
+    else:
+        live = column < columns
+        left += tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        right += tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        result = left * _gelu(right)
     place = row[:, None] * columns + column[None, :]
-    tl.store(out + first * columns + place, (value * _gelu(gate)).to(out.dtype.element_ty), mask=seen)
+    tl.store(out + first * columns + place, result.to(out.dtype.element_ty), mask=seen)
 
 
 @kernel(do_not_specialize=["rows"])
-def _gated_gelu_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gated_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     mine = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
     live = column < columns
-    value_bias = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    gate_bias = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
-    values = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gates = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias is not None:
+        left_bias = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        right_bias = tl.load(bias + columns + column, mask=live, other=0.0).to(tl.float32)[None, :]
+        lefts = tl.zeros([ROWS, COLUMNS], tl.float32)
+        rights = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
         seen = (first + below < rows)[:, None] & live[None, :]
         place = first * columns + below[:, None] * columns + column[None, :]
         # Rows of both halves are twice as long.
         wide = first * (2 * columns) + below[:, None] * (2 * columns) + column[None, :]
         change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
-        value = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32) + value_bias
-        gate = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32) + gate_bias
-        size, tail, inner = erf_form(gate)
-        opened = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
-        slope = tl.where(gate < 0.0, tail - inner, 1.0 - (tail - inner))
-        of_value, of_gate = change * opened, change * value * slope
-        tl.store(out + wide, of_value.to(out.dtype.element_ty), mask=seen)
-        tl.store(out + columns + wide, of_gate.to(out.dtype.element_ty), mask=seen)
-        values += of_value
-        gates += of_gate
-    part += mine * (2 * columns) + column
-    tl.store(part, tl.sum(values, 0), mask=live)
-    tl.store(part + columns, tl.sum(gates, 0), mask=live)
+        left = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32)
+        right = tl.load(x + columns + wide, mask=seen, other=0.0).to(tl.float32)
+        if bias is None:
+            opened = tl.sigmoid(left)
+            silu = left * opened
+            of_left, of_right = change * right * (opened + silu * (1.0 - opened)), change * silu
+        else:
+            left += left_bias
+            right += right_bias
+            size, tail, inner = erf_form(right)
+            opened = tl.maximum(right, 0.0, propagate_nan=tl.PropagateNan.ALL) - size * tail
+            slope = tl.where(right < 0.0, tail - inner, 1.0 - (tail - inner))
+            of_left, of_right = change * opened, change * left * slope
+            lefts += of_left
+            rights += of_right
+        tl.store(out + wide, of_left.to(out.dtype.element_ty), mask=seen)
+        tl.store(out + columns + wide, of_right.to(out.dtype.element_ty), mask=seen)
+    if bias is not None:
+        part += mine * (2 * columns) + column
+        tl.store(part, tl.sum(lefts, 0), mask=live)
+        tl.store(part + columns, tl.sum(rights, 0), mask=live)
 
 
 @kernel(do_not_specialize=["rows", "channels", "columns"])
@@ -376,29 +390,32 @@ def _gated_gelu_product(
     out.store([row, column], (value * _gelu(gate)).to(out.dtype))
 
 
-def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """X [..., 2 I] plus bias [2 I]; GELU of the second half times the first: [..., I]."""
+def gated(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``gated_gelu`` of x [..., 2 I] and a bias [2 I], or ``swiglu`` of x alone: [..., I]."""
     x, columns = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
-        rows = out.numel() // columns
-        grid = (ceil_div(rows, GATE_ROWS) * ceil_div(columns, GATE_COLUMNS),)
-        _gated_gelu[grid](x, bias.contiguous(), out, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=4)
+        rows, (tile, warps) = out.numel() // columns, (SILU, 8) if bias is None else (GATE, 4)
+        grid = (ceil_div(rows, tile["ROWS"]) * ceil_div(columns, tile["COLUMNS"]),)
+        bias = None if bias is None else bias.contiguous()
+        _gated[grid](x, bias, out, rows, columns, **tile, num_warps=warps)
     return out
 
 
-def gated_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def gated_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Gradient of the output [..., I] -> of x [..., 2 I] and of the bias [2 I]."""
     grad, x, columns = grad.contiguous(), x.contiguous(), grad.shape[-1]
-    out, grad_bias = torch.empty_like(x), bias.new_empty(2 * columns)
-    rows, across = grad.numel() // max(columns, 1), ceil_div(columns, GATE_COLUMNS)
-    parts = max(1, min(ceil_div(rows, GATE_ROWS), PROGRAMS // max(across, 1)))
-    part = x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
+    out, part, grad_bias = torch.empty_like(x), None, None
+    tile, most = (SILU, MOST_PROGRAMS) if bias is None else (GATE, PROGRAMS)
+    rows, across = grad.numel() // max(columns, 1), ceil_div(columns, tile["COLUMNS"])
+    parts = max(1, min(ceil_div(rows, tile["ROWS"]), most // max(across, 1)))
+    if bias is not None:
+        bias, grad_bias = bias.contiguous(), bias.new_empty(2 * columns)
+        part = x.new_empty(parts, 1, 2 * columns, dtype=torch.float32)
     if columns:
-        _gated_gelu_backward[(across, parts)](
-            grad, x, bias.contiguous(), out, part, rows, columns, ROWS=GATE_ROWS, COLUMNS=GATE_COLUMNS, num_warps=8
-        )
-        add_parts(part, grad_bias)
+        _gated_backward[(across, parts)](grad, x, bias, out, part, rows, columns, **tile, num_warps=8)
+        if part is not None and grad_bias is not None:
+            add_parts(part, grad_bias)
     return out, grad_bias
 
 
@@ -416,46 +433,3 @@ def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             num_warps=4 if channels <= FEW_CHANNELS else 8, num_stages=STAGES,
         )  # fmt: skip
     return out
-
-
-@kernel
-def _swiglu(x, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
-
-
-@kernel
-def _swiglu_backward(grad, x, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    above = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(x + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    opened = tl.sigmoid(gate)
-    silu = gate * opened
-    slope = opened + silu * (1.0 - opened)
-    tl.store(out + row * 2 * width + column, (above * up * slope).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + row * 2 * width + width + column, (above * silu).to(out.dtype.element_ty), mask=inside)
-
-
-def swiglu(x: Tensor, _: None) -> Tensor:
-    """[..., 2 I] without a bias -> [..., I]."""
-    x, inner = x.contiguous(), x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], inner)
-    _swiglu[(x.shape[:-1].numel(), ceil_div(inner, SILU_BLOCK))](x, out, inner, BLOCK=SILU_BLOCK, num_warps=8)
-    return out
-
-
-def swiglu_backward(grad: Tensor, x: Tensor, _: None) -> tuple[Tensor, None]:
-    """Gradient [..., I] and input [..., 2 I] -> gradient of the input."""
-    grad, x = grad.contiguous(), x.contiguous()
-    out, inner = torch.empty_like(x), grad.shape[-1]
-    _swiglu_backward[(x.shape[:-1].numel(), ceil_div(inner, SILU_BLOCK))](
-        grad, x, out, inner, BLOCK=SILU_BLOCK, num_warps=8
-    )
-    return out, None
