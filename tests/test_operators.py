@@ -225,7 +225,6 @@ def test_only_what_autocast_would_convert_is_taken_low_and_what_does_not_learn_c
         assert takes_low(x, weight, bias) and takes_low(x, weight, None)
         assert not takes_low(x.float(), weight, bias) and not takes_low(x.half(), weight, bias)
         assert not takes_low(x, weight.bfloat16(), bias) and not takes_low(x, weight, bias.bfloat16())
-        assert not torch.func.vmap(lambda x: torch.tensor(takes_low(x, weight, bias)))(x).any(), "a transform"
     for name in ("weight_gradient", "column_sums"):
         monkeypatch.setattr(transformer, name, lambda *_: pytest.fail("nobody asked"))
     x, weight, bias = torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(8, 8), torch.randn(8)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
-from zoo.ops.common import compute_dtype, differentiated, is_plain_tensor, is_unmodified, kernels_run
+from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run
 from zoo.ops.transformer import add_layer_norm, bias_gelu, low_linear, takes_low, with_low_copy
 
 
@@ -180,7 +180,7 @@ class BertLayer(nn.Module):
         dropped = not is_unmodified(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
         added, bias = _product(y, y, layer, without_bias=not dropped)
         added = self.dropout(added)
-        if is_unmodified(norm, nn.LayerNorm) and is_plain_tensor(norm.weight) and is_plain_tensor(norm.bias):
+        if is_unmodified(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None:
             return add_layer_norm(x, added, bias, norm.weight, norm.bias, norm.eps, low_dtype)
         x = norm(x + (added if bias is None else added + bias))
         return x, x if low_dtype is None else x.to(low_dtype)
@@ -191,7 +191,7 @@ def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = F
     if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
-    if not (is_plain_tensor(bias) and kernels_run(low, weight, bias)):
+    if bias is None or not kernels_run(low, weight, bias):
         return layer(low), None
     if takes_low(low, weight, bias) and differentiated(low, weight, bias):
         return low_linear(low, weight, None if without_bias else bias), bias if without_bias else None

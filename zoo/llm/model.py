@@ -41,7 +41,7 @@ from zoo.ops.attention import (
     rotate_into,
     split_rotated,
 )
-from zoo.ops.common import compute_dtype, is_plain_tensor, is_unmodified
+from zoo.ops.common import compute_dtype, is_unmodified
 from zoo.ops.transformer import add_rms_norm, rms_norm, swiglu
 from zoo.weights import initialise
 
@@ -347,7 +347,7 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product where that gives the same numbers."""
-    fusible = is_unmodified(linear) and linear.bias is None and is_plain_tensor(linear.weight)  # type: ignore[arg-type]
+    fusible = is_unmodified(linear) and linear.bias is None and not hasattr(linear.weight, "__tensor_flatten__")
     if not fusible or torch.is_autocast_enabled(x.device.type) or not x.dtype == hidden.dtype == linear.weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]
     # Inductor fuses an add after a product only where both have two dimensions.

@@ -102,11 +102,6 @@ def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     return not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
-def is_plain_tensor(tensor: Tensor | None) -> bool:
-    """Whether there is a tensor, and it is no subclass made of several."""
-    return tensor is not None and not hasattr(tensor, "__tensor_flatten__")
-
-
 def to_rows(x: Tensor) -> Tensor:
     """[B, C, H, W] -> [B H W, C], without a copy in channels_last."""
     rows = x.permute(0, 2, 3, 1)

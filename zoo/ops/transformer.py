@@ -18,15 +18,7 @@ from torch import Tensor
 
 from zoo.engine.autograd import Function, differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import (
-    ENABLED,
-    accumulation_dtype,
-    compute_dtype,
-    differentiated,
-    is_plain_tensor,
-    kernels_run,
-    transformed,
-)
+from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
 
 # The widest rows that a program of each kernel holds.
 WIDEST_RMS_NORM, WIDEST_NORM, WIDEST_ROW = 16384, 8192, 2048
@@ -182,13 +174,9 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autocast would convert weight and bias for x, and ``low_linear`` is for them."""
-    if not ENABLED or x.dtype not in _LOW or transformed():
-        return False
-    for each in (weight, bias):
-        if each is not None and not (is_plain_tensor(each) and each.dtype == torch.float32):
-            return False
-    return torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
+    """Whether autocast would convert weight and bias for x: where kernels run, ``low_linear`` is for them."""
+    wide = weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
+    return wide and x.dtype in _LOW and torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
 
 
 def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
