@@ -46,8 +46,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["one launch", "two launches"])
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to a norm, whatever the image would take."""
-    for limit in ("PIXELS", "PIXELS_OF_BOTH"):
-        monkeypatch.setattr(kernels, limit, 1 << 30 if request.param == "one launch" else 0)
+    monkeypatch.setattr(kernels, "PIXELS", 1 << 30 if request.param == "one launch" else 0)
 
 
 both_ways = pytest.mark.usefixtures("_ways")
@@ -113,8 +112,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
 @pytest.mark.parametrize("size", [1, 3, 10, 30, 60, 80])
-def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "PIXELS_OF_BOTH", kernels.PIXELS)
+def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
     # Means that differ from channel to channel are most of a group's deviation.
     x, shift = values(2, 2 * size, pixels, 1), values(2, 2 * size, mean=-3.0)
     weight, bias = values(2 * size), values(2 * size)
@@ -125,12 +123,8 @@ def test_one_launch_of_some_tiles(size: int, pixels: int, monkeypatch: pytest.Mo
         found = ops.group_norm(*given, 2, 1e-5, silu)
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
         close(found, ops.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
-    # Two images, whose seam lies within a group, as one.
-    launch_plan = size // 2 if size > 1 else 1
-    halves = [
-        part.contiguous(memory_format=torch.channels_last)
-        for part in x.split([launch_plan, 2 * size - launch_plan], dim=1)
-    ]
+    # Two images as one.
+    halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split(size, dim=1)]
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
     assert torch.equal(joined, x)
     torch.testing.assert_close(found, ops.group_norm(x, None, weight, bias, 2, 1e-5, False))
@@ -158,8 +152,7 @@ def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[st
     one, two = ["_small"], ["_partial", "_apply"]
     for channels, side, first, names, names_of_both in (
         (20, 32, 10, one, one),
-        (20, 32, 9, one, two),
-        (20, 16, 9, one, one),
+        (20, 16, 9, one, two),
         (20, 33, 10, two, two),
         (2 * 32 * kernels.SMALL_WARPS + 2, 1, 9, two, two),
         (20, 0, 9, [], []),
@@ -174,11 +167,11 @@ def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[st
 
 
 def test_one_launch_has_two_sets_of_constants(launched: list[tuple[str, dict[str, Any]]]) -> None:
-    # Of whole groups, and of two images whose seam lies within one.
+    # Of one image, and of two.
     for size in (10, 20, 30, 40, 60, 80):
         x, weight = values(1, 32 * size, 2, 2), values(32 * size)
         ops.group_norm(x, None, weight, weight, 32, 1e-5, True)
-        ops.cat_group_norm(x[:, : 16 * size + 8], x[:, 16 * size + 8 :], weight, weight, 32, 1e-5, True)
+        ops.cat_group_norm(x[:, : 16 * size], x[:, 16 * size :], weight, weight, 32, 1e-5, True)
     constants = {tuple(constants.items()) for _, constants in launched}
     assert len(launched) == 12 and len(constants) == 2
 

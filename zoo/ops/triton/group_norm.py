@@ -196,10 +196,8 @@ def launch_plan(
     return rows, count * size // unit, (ceil_div(pixels, rows), blocks), {**code, "STEPS": STEPS, "CHUNKS": CHUNKS}
 
 
-# Pixels of an image at most for one launch, measured on an H200; of fewer where a group lies in both of two images,
-# since that program reads both.
-PIXELS, PIXELS_OF_BOTH = 1024, 256
-SMALL_WARPS = 16
+# Pixels of an image at most for one launch, measured on an H200.
+PIXELS, SMALL_WARPS = 1024, 16
 # Steps of a tile by the numbers that a thread reads as one vector: as many as registers hold twice, what a program has
 # at hand and what it waits for.
 SMALL_STEPS = {4: 2, 2: 4, 1: 8}
@@ -215,25 +213,6 @@ def activated(normed, silu):
     return normed
 
 
-@triton.jit
-def _load_vectors(x, skip, ahead, row, channel, unit, pixels, channels, first, left, both):
-    """Vectors [N, UNIT] of rows ``ahead`` of [N] and of channels [N]; from ``first`` on of ``skip``, or of ``both``."""
-    begin = tl.where(left < first, 0, first)
-    end = tl.where(left < first, first, channels)
-    source = tl.where(left < first, x, skip) + ahead * (end - begin)
-    # What does not change from tile to tile is kept by the compiler: one comparison and one sum are left.
-    own = tl.where(channel < end, row, pixels) < pixels - ahead
-    place = row * (end - begin) + channel - begin
-    value = tl.load(source + (place[:, None] + unit), mask=own[:, None], other=0.0)
-    if both:
-        other = tl.where(channel < first, pixels, row) < pixels - ahead
-        place = row * (channels - first) + channel - first
-        source = skip + ahead * (channels - first)
-        more = tl.load(source + (place[:, None] + unit), mask=other[:, None], other=0.0)
-        value = tl.where(other[:, None], more, value)
-    return value
-
-
 @kernel(do_not_specialize=["pixels", "units", "rows", "tiles", "joins", "silu"])
 def _small(
     x, skip, shift, weight, bias, out, joined, stats, shift_stride, shifted, pixels, channels, first, units, rows,
@@ -245,7 +224,9 @@ def _small(
     out += image * pixels * channels
     joined += image * pixels * channels
     left = tl.program_id(0) * units * UNIT
-    both = (left < first) & (left + units * UNIT > first)
+    # A group lies in one of two images.
+    source = tl.where(left < first, x, skip)
+    begin, width = tl.where(left < first, 0, first), tl.where(left < first, first, channels - first)
     unit = tl.arange(0, UNIT)[None, :]
     # Of a step. Threads behind its last whole pixel have none.
     vector = tl.arange(0, VECTORS)
@@ -258,8 +239,9 @@ def _small(
     row = vector // units
     start = left + (vector - row * units) * UNIT
     row = tl.where(row < rows, row + lane // VECTORS * rows, pixels)
-    kept = _load_vectors(x, skip, 0, row, start, unit, pixels, channels, first, left, both)
-    origin = tl.load(tl.where(left < first, x + left, skip + left - first)).to(tl.float32)
+    inner = (row * width + start - begin)[:, None] + unit
+    kept = tl.load(source + inner, mask=(row < pixels)[:, None], other=0.0)
+    origin = tl.load(source + (left - begin)).to(tl.float32)
     origin += tl.load(shift + image * shift_stride + left, mask=left < shifted, other=0.0).to(tl.float32)
     # A shift of all pixels moves the mean and nothing else.
     moved = tl.load(shift + image * shift_stride + channel, mask=channel < shifted, other=0.0).to(tl.float32)
@@ -274,7 +256,7 @@ def _small(
     for tile in range(tiles):
         value = tl.reshape(following, [STEPS, VECTORS, UNIT]).to(tl.float32)
         ahead = (tile + 1) * STEPS * rows
-        following = _load_vectors(x, skip, ahead, row, start, unit, pixels, channels, first, left, both)
+        following = tl.load(source + ahead * width + inner, mask=(row < pixels - ahead)[:, None], other=0.0)
         deviation = tl.where(tile * STEPS + step < count[None, :, :], value - pivot[None, :, :], 0.0)
         sums += tl.sum(deviation, 0)
         squares += tl.sum(deviation * deviation, 0)
@@ -298,7 +280,7 @@ def _small(
         value = following
         seen = (row < pixels - tile * STEPS * rows)[:, None]
         ahead = (tile + 1) * STEPS * rows
-        following = _load_vectors(x, skip, ahead, row, start, unit, pixels, channels, first, left, both)
+        following = tl.load(source + ahead * width + inner, mask=(row < pixels - ahead)[:, None], other=0.0)
         if joins != 0:
             tl.store(joined + place, value, mask=seen)
         normed = tl.reshape(value, [STEPS, VECTORS, UNIT]).to(tl.float32) + moved[None, :, :]
@@ -333,8 +315,8 @@ def group_norm(
     if not x.numel():
         return out, joined, stats
     moved, *strides = (weight, 0, 0) if shift is None else (shift, shift.stride(0), channels)
-    if pixels <= (PIXELS_OF_BOTH if first % size else PIXELS) and size <= 32 * SMALL_WARPS:
-        unit = 4 if size % 4 == first % 4 == 0 else 2 if size % 2 == first % 2 == 0 else 1
+    if pixels <= PIXELS and size <= 32 * SMALL_WARPS and first % size == 0:
+        unit = 4 if size % 4 == 0 else 2 if size % 2 == 0 else 1
         units, vectors, steps = size // unit, 32 * SMALL_WARPS, SMALL_STEPS[unit]
         tiles = ceil_div(pixels, vectors // units * steps)
         _small[(groups, images)](
