@@ -179,11 +179,7 @@ class SAGEConv(_Conv):
                 out = aggregate(F.linear(sources, weight), graph)
             if self.lin_r is not None:
                 root = root[: graph.rowptr.shape[0] - 1] if fewer else root
-                if out.dtype == root.dtype == self.lin_r.weight.dtype:
-                    # In place the second product adds to the first; out of place torch would copy the first.
-                    out = out.addmm_(root, self.lin_r.weight.t())
-                else:  # under autocast, which casts nothing for an in-place product
-                    out = out + self.lin_r(root)
+                out = out + self.lin_r(root)
             out = add_bias(out, bias)
         out = F.normalize(out, p=2.0, dim=-1) if self.normalize else out
         return out.relu() if relu else out
