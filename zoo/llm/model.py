@@ -35,13 +35,13 @@ from zoo.ops.attention import (
     attend,
     decode_attention,
     decode_layer,
-    decodes,
     few_rows,
+    heads_fit,
     norm_linear,
     rotate_into,
     split_rotated,
 )
-from zoo.ops.common import compute_dtype, is_unmodified
+from zoo.ops.common import compute_dtype, is_unmodified, kernels_run
 from zoo.ops.transformer import add_rms_norm, rms_norm, swiglu
 from zoo.weights import initialise
 
@@ -295,7 +295,8 @@ class LLMLayer(nn.Module):
         expected: list[tuple[nn.Module, type[nn.Module]]] = [(norm, RMSNorm) for norm in norms if norm is not None]
         expected += [(each, type(each) if hasattr(each, "split_over") else nn.Linear) for each in products]
         unmodified = all(is_unmodified(module, cls) for module, cls in expected)
-        return unmodified and decodes(x, cache, *(product.weight for product in products))
+        fits = heads_fit(cache.shape[-1]) and kernels_run(cache)
+        return unmodified and fits and few_rows(x, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token in each of few rows: x [B, C] -> [B, C]."""

@@ -136,11 +136,6 @@ def few_rows(x: Tensor, *weights: Tensor) -> bool:
     return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
 
 
-def decodes(x: Tensor, cache: Tensor, *weights: Tensor) -> bool:
-    """Whether ``decode_layer`` takes x [M, C] with this cache and these weights."""
-    return heads_fit(cache.shape[-1]) and few_rows(x, *weights) and kernels_run(cache)
-
-
 def decode_layer(
     x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
     qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,

@@ -19,18 +19,15 @@ ENABLED = os.environ.get("ZOO_OWN_KERNELS") != "0"
 
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
-    if device.type != "cuda" or not HAS_TRITON or not ENABLED:
-        return False
-    # Without an index, whichever is current.
-    return _triton_knows(device) if device.index is None else _triton_is_known_to_know(device)
+    return device.type == "cuda" and HAS_TRITON and ENABLED and _triton_knows(device)
 
 
+@functools.cache
 def _triton_knows(device: torch.device) -> bool:
     # What Triton says it supports. On older ones it does much, but no products of bfloat16.
     return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
-_triton_is_known_to_know = functools.cache(_triton_knows)
 # Dynamo calls what is marked so, and traces nothing of it: what a GPU is does not change, so nothing need be guarded.
 triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

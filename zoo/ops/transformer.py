@@ -189,14 +189,12 @@ def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, x.to(low)
 
 
-def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient."""
-    return _Linear.apply(x, weight, bias, None)
+def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
+    """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient.
 
-
-def low_add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The same of x [R, C] without a bias, in one product with what it is added to [R, N], low as well."""
-    return _Linear.apply(x, weight, None, added)
+    In place of a bias what x [R, C] is ``added`` to, [R, N] and low as well, is part of the product.
+    """
+    return _Linear.apply(x, weight, bias, added)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from zoo.ops.transformer import (
     gated_gelu,
     gated_gelu_product,
     layer_norm,
-    low_add_linear,
     low_linear,
     short_attention,
     takes_low,
@@ -288,7 +287,7 @@ def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Added [R, N] plus x [R, C] by weight [N, C], in one product; ``added`` may be overwritten."""
     learns = differentiated(added, x, weight) and kernels_run(added, x, weight)
     if learns and added.dtype == x.dtype and takes_low(x, weight, None):
-        return low_add_linear(added, x, weight)
+        return low_linear(x, weight, None, added)
     if torch.is_grad_enabled() or not added.dtype == x.dtype == weight.dtype:
         return torch.addmm(added, x, weight.t())
     # Out of place torch 2.11 would copy `added` first.
