@@ -75,11 +75,9 @@ def conv3(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. Hooks of the layer are not for inference."""
+    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. A layer that was changed is called."""
     weight, bias, stride = layer.weight, layer.bias, layer.stride[0]
-    if bias is None or not kernels_run(x, weight, bias):
-        return layer(x)
-    if differentiated(x, weight, bias) and not is_unmodified(layer, nn.Conv2d):
+    if bias is None or not kernels_run(x, weight, bias) or not is_unmodified(layer, nn.Conv2d):
         return layer(x)
     if layer.kernel_size == (3, 3) and layer.padding == (1, 1) and windows_run(x, weight, stride):
         return _product_of_windows(x, weight, bias, stride)
