@@ -288,8 +288,8 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """What was otherwise when the folder was written, in words."""
     # Through JSON, which knows no tuples.
     there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
-    if there["model"] != here["model"]:
-        return [f"it is of a {there['model']}, and this is a {here['model']}"]
+    if there.get("model") != here["model"]:
+        return [f"it is of a {there.get('model')}, and this is a {here['model']}"]
     found: list[str] = []
     for name, now in here.items():
         before = there.get(name)

@@ -54,7 +54,7 @@ _MOST_MISSES = 8
 _MOST_SHAPES = 256
 # Dynamo's configuration is the process's: a second thread would put back what the first one had set.
 _patching = threading.RLock()
-_TORCH = os.path.dirname(torch.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
