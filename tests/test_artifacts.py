@@ -448,7 +448,7 @@ def test_the_command_compiles_and_tells(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["info", folder]) == 0
     told = capsys.readouterr().out
     assert "torch: " + torch.__version__ in told and "GNNLayer, inference_mode" in told
-    assert main(["info", str(tmp_path)]) == 2 and "no index" in capsys.readouterr().err
+    assert main(["info", str(tmp_path)]) == 2 and "no folder that" in capsys.readouterr().err
     for name, option, words in (
         ("gcn-debug", ["--input", "nodes=16", "--out", folder], "no size 'nodes'"),
         ("llm-debug", ["--input", "decode=1", "--out", folder], "decode=1: expected rows and slots"),

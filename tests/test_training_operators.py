@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zoo
 from tests.fake_gpu import Gpu, traced
 from zoo.ops import training as updates
-from zoo.ops.training import cross_entropy_rows, scale_
+from zoo.ops.training import cross_entropy_rows, judge_step, scale_
 from zoo.training import AdamW, LinearCrossEntropy, TrainingStep
 from zoo.training.fused import CrossEntropyRows
 
@@ -112,7 +112,14 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "rows of half precision": (rows, (torch.randn(3, 16).bfloat16(), labels, one)),
         "scale": (scale_, (torch.randn(5, 4), one)),
         "adamw": (adamw_step, (torch.randn(1 << 19, requires_grad=True),)),
+        "a step": (judged, (one,)),
     }
+
+
+def judged(loss: Tensor) -> tuple[Tensor, ...]:
+    count, last, last_loss, skip = (loss.new_zeros((), dtype=dtype) for dtype in [torch.int64] * 2 + [loss.dtype] * 2)
+    judge_step(loss, None, count, last, last_loss, skip)
+    return count, last, last_loss, skip
 
 
 def adamw_step(param: Tensor) -> None:
