@@ -51,11 +51,14 @@ def families() -> tuple[Family, ...]:
 
 def family_of(model: nn.Module) -> Family:
     """The family a zoo model belongs to; TypeError for a module that is not the zoo's."""
-    for family in _FAMILIES.values():
-        if type(model) in family.weights.classes:
-            return family
+    if (family := _known_family(model)) is not None:
+        return family
     name = f"{type(model).__module__}.{type(model).__name__}"
     raise TypeError(f"{name} is not a model of the zoo; zoo.from_upstream(module) converts an upstream library's")
+
+
+def _known_family(model: nn.Module) -> Family | None:
+    return next((family for family in _FAMILIES.values() if type(model) in family.weights.classes), None)
 
 
 def list_models(family: str | None = None) -> list[str]:
@@ -143,7 +146,7 @@ def from_upstream(module: nn.Module) -> nn.Module:
             "layer), which would be lost: convert before it is set, or remove it, pipe.remove_all_hooks()"
         )
     name, reasons = type(module).__name__, []
-    if any(type(module) in family.weights.classes for family in _FAMILIES.values()):
+    if _known_family(module) is not None:
         raise TypeError(f"module is a {name} of the zoo already: use it as it is")
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():

@@ -28,8 +28,8 @@ from zoo.engine.graph_log import GRAPH_LOG, Entry
 from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
+from zoo.engine.signature import check_model, without_ddp
 from zoo.engine.signature import mode as mode_in_words
-from zoo.engine.signature import without_ddp
 
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 # Shapes of a region's inputs that are one too many.
@@ -85,8 +85,7 @@ _UNCOMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan of a compiled model; None for an eager one, which every deepcopy and unpickled model is."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
+    check_model(model)
     return _PLANS.get(model)
 
 
@@ -209,8 +208,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
 
 def uncompile(model: nn.Module) -> nn.Module:
     """Make a model eager again, whoever compiled its submodules in place. Returns the same model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module")
+    check_model(model)
     for module in model.modules():
         # Any of them may be what compile_regions was called on.
         if _PLANS.pop(module, None) is not None:

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.call import RegionWarning, has_stance
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
-from zoo.engine.discover import model_in
 from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.observe import buffers_restored, checked_example
+from zoo.engine.signature import model_in
 
 Model = TypeVar("Model", bound=nn.Module)
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

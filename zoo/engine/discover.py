@@ -18,6 +18,7 @@ from zoo.engine.observe import Chosen, Example, Observed, count_calls, device_sh
 from zoo.engine.region import Region
 from zoo.engine.signature import (
     Attribute,
+    check_model,
     choices_of,
     numbers_in,
     own_class,
@@ -102,7 +103,7 @@ class RegionReport:
     regions: tuple[FoundRegion, ...]
     obstacles: tuple[Obstacle, ...]
     declared: bool
-    given: bool = False
+    given: bool = False  # whether the caller named the regions
     why_none: str = ""
     by_call: bool = False  # whether other regions are found without the arguments of a call
 
@@ -246,8 +247,7 @@ def resolve(
     example: Example | None = None,
 ) -> dict[Region, dict[str, nn.Module]]:
     """Regions with their modules by name, checked: used by ``find_regions`` and ``compile_regions`` alike."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module{model_in(model)}")
+    check_model(model)
     for argument, given in {"regions": regions, "exclude": exclude}.items():
         if given is not None and not isinstance(given, list | tuple | set | frozenset):
             what, remedy = f"a {type(given).__name__}", "; inputs of a call are args=(x,) and kwargs={...}"
@@ -340,14 +340,6 @@ def _refuse_nested_and_lazy(chosen: Chosen) -> None:
         for path, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_lazy(tensor):
                 raise ValueError(f"region {cls}: {name}.{path} has no shape yet; call the model once on an example")
-
-
-def model_in(value: Any) -> str:
-    """What to pass in place of an object that holds models, as a pipeline of diffusers; for the end of a message."""
-    names = [name for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, nn.Module)]
-    if not names:
-        return ""
-    return f": pass the model that it holds, {' or '.join(f'.{name}' for name in names[:4])}"
 
 
 def nothing_repeats(model: nn.Module) -> str:

@@ -36,6 +36,18 @@ def as_written(cls: type) -> type:
     return cls.__bases__[-1] if fsdp is not None and issubclass(cls, fsdp.FSDPModule) else cls
 
 
+def check_model(model: Any) -> None:
+    """TypeError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module{model_in(model)}")
+
+
+def model_in(value: Any) -> str:
+    """What to pass in place of an object that holds models, as a pipeline of diffusers; for the end of a message."""
+    names = [f".{name}" for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, nn.Module)]
+    return f": pass the model that it holds, {' or '.join(names[:4])}" if names else ""
+
+
 def without_ddp(model: nn.Module) -> nn.Module:
     """The model that ``DistributedDataParallel`` is around, or the model itself."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

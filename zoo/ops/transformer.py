@@ -192,7 +192,7 @@ def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
     """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient.
 
-    In place of a bias what x [R, C] is ``added`` to, [R, N] and low as well, is part of the product.
+    ``added`` [R, N], low and in place of a bias, is added to the product of x [R, C] by the product itself.
     """
     return _Linear.apply(x, weight, bias, added)
 

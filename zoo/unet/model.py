@@ -240,8 +240,7 @@ class UNet(nn.Module):
             timesteps = _as_timesteps(timestep, batch, weight.device)
             timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):
-            hint = ", a row for each row of the sample, which guidance doubles: torch.cat([sample] * 2)"
-            validate.tensor("encoder_hidden_states", encoder_hidden_states, f"{batch} L D", hint=hint)
+            _check_rows(encoder_hidden_states, batch)
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
         _check_projected(self, shifts, keys_values, sample)
@@ -396,6 +395,15 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
     validate.tensor("timestep", shifts, "B S | 1 S", hint=hint, **like)
     hint = "; use this model's text_keys_values, with a row for each row of the sample"
     validate.tensor("encoder_hidden_states", keys_values, "B L K", hint=hint, **like)
+
+
+def _check_rows(text: Any, batch: int) -> None:
+    """What a product of the text would hide: rows that are not the sample's."""
+    if isinstance(text, Tensor) and text.dim() == 3 and len(text) != batch:
+        raise ValueError(
+            f"encoder_hidden_states has shape {list(text.shape)}, expected [{batch}, L, D], a row for each row of the "
+            "sample, which guidance doubles: torch.cat([sample] * 2)"
+        )
 
 
 def _check_masks(

@@ -117,12 +117,12 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
     results = torch.stack(returned)
     shares, tried = results[:, : 2 * steps], results[:, 2 * steps :]
     if not (shares @ trials - tried).abs().max() <= 1e-4 * results.abs().max():  # nor if one is NaN
-        options = {key: theirs.config.get(key) for key in _NO_SUM}
-        set_so = [f"{key}={value!r}" for key, value in options.items() if value and value not in _SUMS]
-        remedy = "switch that off, or take" if set_so else "take"
+        values = ((key, theirs.config.get(key)) for key in _NO_SUM)
+        options = ", ".join(f"{key}={value!r}" for key, value in values if value and value not in _SUMS)
+        having, remedy = (f" with {options}", "switch that off, or take") if options else ("", "take")
         raise ValueError(
-            f"diffusers' {type(theirs).__name__}{' with ' * bool(set_so)}{', '.join(set_so)} is not supported: its "
-            f"steps clip values, draw noise or divide by zero; {remedy} DPMSolverMultistepScheduler.from_config(...)"
+            f"diffusers' {type(theirs).__name__}{having} is not supported: its steps clip values, draw noise or divide "
+            f"by zero; {remedy} DPMSolverMultistepScheduler.from_config(...)"
         )
     return torch.tensor(scales, dtype=torch.float64), shares[:, :steps], shares[:, steps:]
 

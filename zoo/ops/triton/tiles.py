@@ -403,7 +403,7 @@ def gated(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the output [..., I] -> of x [..., 2 I] and of the bias [2 I]."""
+    """Gradient of the output [..., I] -> of x [..., 2 I] and of the bias [2 I], None without one."""
     grad, x, columns = grad.contiguous(), x.contiguous(), grad.shape[-1]
     out, part, grad_bias = torch.empty_like(x), None, None
     tile, most = (SILU, MOST_PROGRAMS) if bias is None else (GATE, PROGRAMS)
