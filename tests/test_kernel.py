@@ -231,6 +231,14 @@ def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gp
     compile_together([(_scaled, described[index], given[index][1]) for index in aligned * 2])
     compiled = len(gpu.compiled)
     assert compiled >= len(given) - 3
+    # Rows are not specialised: one kernel for all numbers of them.
+    compile_together([(_scaled, [*described[0][:3], rows, 32], given[0][1]) for rows in range(2, 20)])
+    assert len(gpu.compiled) == compiled
+    _scaled.device_caches.clear()
+    compile_together([(_scaled, [*described[0][:3], rows, 32], given[0][1]) for rows in range(2, 20)])
+    assert len(gpu.compiled) == compiled + 1
+    compile_together([(_scaled, described[index], given[index][1]) for index in aligned])
+    compiled = len(gpu.compiled)
     for index in aligned:
         launch(index)
     assert len(gpu.compiled) == compiled, "a launch compiled its kernel again"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.compiler import ASTSource
 from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -40,25 +42,48 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
     A launch is a kernel, arguments with dtypes in place of tensors and descriptors of tensors without data, and
     options. What does not compile here is compiled by its launch, and a RuntimeWarning says why.
     """
-    driver = triton.runtime.driver.active
+    driver, knobs = triton.runtime.driver.active, triton.knobs.runtime
     device = driver.get_current_device()
+    failed: list[Any] = []
 
-    def compile_one(launch: tuple[Kernel, list[Any], dict[str, Any]]) -> Exception | None:
-        kernel, given, options = launch
+    def compile_one(build: Callable[[], Any]) -> Any:
         driver.set_current_device(device)  # a thread starts on the first
-        try:
-            compiled = kernel.warmup(*given, grid=(1,), **options)
-            # Older Tritons compile some C for each kernel, as slowly as the kernel, and find it on disk at the launch.
+        compiled = build()
+        if _has_descriptor(compiled.src.signature):
             driver.launcher_cls(compiled.src, compiled.metadata)
-        except Exception as error:
-            return error
-        return None
+        return compiled
 
-    different = {(each[0].fn, repr(each[1:])): each for each in launches}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        failed = [each for each in threads.map(compile_one, different.values()) if each is not None]
+    # Older Tritons compile C that launches a kernel, as slowly as the kernel, and find it on disk at the launch. It is
+    # of the kernel's signature alone, so that both are compiled at a time, unless the signature has a descriptor.
+    def start_launcher(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
+        signature = compile["signature"]
+        if not _has_descriptor(signature):
+            source = ASTSource(fn.jit_function, signature, compile["constants"], compile["configs"][0])
+            threads.submit(driver.launcher_cls, source, _NoMetadata())
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, knobs.scope():
+        knobs.jit_cache_hook = knobs.jit_cache_hook or start_launcher
+        executor: Any = types.SimpleNamespace(submit=lambda build: threads.submit(compile_one, build))
+        with triton.AsyncCompileMode(executor, ignore_errors=True) as mode:
+            for kernel, given, options in launches:
+                try:
+                    kernel.warmup(*given, grid=(1,), **options)
+                except Exception as error:
+                    failed.append(error)
+    failed += [each.exception() for each in mode.raw_futures if each.exception() is not None]
     if failed:
         warnings.warn(f"{len(failed)} kernels are compiled one by one: {failed[0]!r}", RuntimeWarning, stacklevel=2)
+
+
+def _has_descriptor(signature: dict[str, Any]) -> bool:
+    return any(str(each).startswith("tensordesc") for each in signature.values())
+
+
+class _NoMetadata:
+    """Metadata of a kernel that is not compiled yet."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def cached_files() -> dict[str, dict[str, bytes]]:

@@ -179,19 +179,18 @@ def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
 
 def _norm_of(norm: Any) -> Norm:
     """A norm's tensors and options, as its own call would use them."""
-    if isinstance(norm, FrozenBatchNorm):
-        return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, eps=norm.eps)
+    weight, bias, mean, variance = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    if not norm.training or isinstance(norm, FrozenBatchNorm):
+        return Norm(weight, bias, mean, variance, None, mean is None, 0.0, norm.eps)
     # What a user may have changed in a way that the operators do not compute.
-    if isinstance(norm, nn.SyncBatchNorm) and norm.training:
+    if isinstance(norm, nn.SyncBatchNorm):
         raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
-    if norm.momentum is None and norm.training:
+    if norm.momentum is None:
         raise ValueError(
             "the momentum of a norm is None, a cumulative average that reads the device at each step; of torch's "
             "update_bn, which sets it, the statistics come by way of zoo.to_upstream(model), to be loaded back"
         )
-    batches, momentum = (norm.num_batches_tracked, norm.momentum) if norm.training else (None, 0.0)
-    statistics, of_batch = (norm.running_mean, norm.running_var), norm.training or norm.running_mean is None
-    return Norm(norm.weight, norm.bias, *statistics, batches, of_batch, momentum, norm.eps)
+    return Norm(weight, bias, mean, variance, norm.num_batches_tracked, True, norm.momentum, norm.eps)
 
 
 class Unit(nn.Module):

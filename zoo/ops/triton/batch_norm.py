@@ -43,18 +43,18 @@ PROGRAMS = 512
 FINISH = {"ROWS": 512, "BLOCK": 8, "num_warps": 8}
 
 
-def rows_to_write(pixels: Tensor, tile: dict[str, int]) -> tuple[tuple[int, int, int], tuple[int]]:
+def rows_to_write(x: Tensor, tile: dict[str, int]) -> tuple[tuple[int, int, int], tuple[int]]:
     """(rows, channels, rows of a program) and programs of a kernel that writes rows."""
-    channels = pixels.shape[-1]
-    rows, blocks = pixels.numel() // channels, ceil_div(channels, tile["BLOCK"])
+    channels = x.shape[1]
+    rows, blocks = x.numel() // channels, ceil_div(channels, tile["BLOCK"])
     share = tile["ROWS"] * max(1, min(MOST_TILES, ceil_div(rows, tile["ROWS"]) * blocks // ENOUGH))
     return (rows, channels, share), (ceil_div(rows, share) * blocks,)
 
 
-def rows_to_sum(pixels: Tensor) -> tuple[tuple[int, int, int, int], tuple[int], tuple[int]]:
+def rows_to_sum(x: Tensor) -> tuple[tuple[int, int, int, int], tuple[int], tuple[int]]:
     """(rows, channels, rows of a chunk, chunks), programs of a kernel that sums up rows, and of one that ends sums."""
-    channels = pixels.shape[-1]
-    rows, blocks = pixels.numel() // channels, ceil_div(channels, SUMS["BLOCK"])
+    channels = x.shape[1]
+    rows, blocks = x.numel() // channels, ceil_div(channels, SUMS["BLOCK"])
     share = ceil_div(ceil_div(rows, max(1, PROGRAMS // blocks)), SUMS["ROWS"]) * SUMS["ROWS"]
     chunks = ceil_div(rows, share)
     return (rows, channels, share, chunks), (chunks * blocks,), (ceil_div(channels, FINISH["BLOCK"]),)
@@ -305,39 +305,34 @@ def _gradients(
             tl.store(grad_other + place + inner, result.to(grad_other.dtype.element_ty), mask=seen)
 
 
-def pixels_of(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [N, H, W, C], without a copy in channels_last; rows [R, C] as they are."""
-    return (x if x.dim() == 2 else x.permute(0, 2, 3, 1)).contiguous()
-
-
-def images_of(pixels: Tensor) -> Tensor:
-    """[N, H, W, C] -> [N, C, H, W] in channels_last; rows [R, C] as they are."""
-    return pixels if pixels.dim() == 2 else pixels.permute(0, 3, 1, 2)
+def by_pixels(x: Tensor) -> Tensor:
+    """Rows [R, C], or images [N, C, H, W] in channels_last: without a copy where they lie so already."""
+    return x.contiguous() if x.dim() == 2 else x.contiguous(memory_format=torch.channels_last)
 
 
 def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:
     """Relu of the norm of x [R, C] or [N, C, H, W] (bias alone without a mean), plus a residual or the norm of one."""
-    pixels = pixels_of(x)
-    out = torch.empty_like(pixels)
-    sizes, grid = rows_to_write(pixels, APPLY)
-    other = None if residual is None else pixels_of(residual)
-    _apply[grid](pixels, *norm, other, *residual_norm, out, *sizes, eps, **APPLY)
-    return images_of(out)
+    x = by_pixels(x)
+    out = torch.empty_like(x)
+    sizes, grid = rows_to_write(x, APPLY)
+    other = None if residual is None else by_pixels(residual)
+    _apply[grid](x, *norm, other, *residual_norm, out, *sizes, eps, **APPLY)
+    return out
 
 
 def batch_statistics(
     x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, batches: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]; running ones are moved, and the batch is counted."""
-    pixels = pixels_of(x)
-    if pixels.numel() < 2 * pixels.shape[-1]:
+    x = by_pixels(x)
+    if x.numel() < 2 * x.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}: one row has no variance; give more, or use model.eval()")
-    sizes, grid, finish = rows_to_sum(pixels)
+    sizes, grid, finish = rows_to_sum(x)
     _, channels, _, chunks = sizes
     part = torch.empty(2, chunks, channels, dtype=torch.float32, device=x.device)
     mean = torch.empty(channels, dtype=torch.float32, device=x.device)
     variance = torch.empty_like(mean)
-    _moments[grid](pixels, part, *sizes, **SUMS)
+    _moments[grid](x, part, *sizes, **SUMS)
     _combine[finish](part, mean, variance, running_mean, running_variance, batches, *sizes, momentum, **FINISH)
     if not torch.compiler.is_compiling():
         for moved in (running_mean, running_variance, batches):
@@ -355,8 +350,8 @@ def norm_act_backward(
 
     ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
     """
-    grad, x = pixels_of(grad), pixels_of(x)
-    out, other = (None if each is None else pixels_of(each) for each in (out, residual))
+    grad, x = by_pixels(grad), by_pixels(x)
+    out, other = (None if each is None else by_pixels(each) for each in (out, residual))
     totals, affines = None, list(NO_NORM)
     if of_batch or affine:
         affines = [None if each is None else torch.empty_like(each) for each in (*norm[2:], *residual_norm[2:])]
@@ -373,7 +368,7 @@ def norm_act_backward(
     given = grad, x, *norm, out, other, *residual_norm[:3], totals if of_batch else None
     _gradients[grid](*given, grad_x, grad_other, *sizes, eps, **GRADIENTS)
     weight, bias, *of_residual = affines if affine else NO_NORM
-    return images_of(grad_x), weight, bias, None if grad_other is None else images_of(grad_other), *of_residual
+    return grad_x, weight, bias, grad_other, *of_residual
 
 
 @triton.jit
@@ -526,31 +521,37 @@ def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS
 
 def norm_act_pool(x: Tensor, norm: Tensors, eps: float) -> Tensor:
     """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
-    pixels, out, share, grid = _pool_launch(x)
-    _pool[grid](pixels, *norm, out, *pixels.shape[1:], share, eps, **POOL)
-    return out.permute(0, 3, 1, 2)
+    x, out, sizes, grid = _pool_launch(x)
+    _pool[grid](x, *norm, out, *sizes, eps, **POOL)
+    return out
 
 
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
-    pixels, out, share, grid = _pool_launch(x)
+    x, out, sizes, grid = _pool_launch(x)
     which = torch.empty_like(out, dtype=torch.uint8)
-    _max_pool[grid](pixels, out, which, *pixels.shape[1:], share, **POOL)
-    return out.permute(0, 3, 1, 2), which.permute(0, 3, 1, 2)
+    _max_pool[grid](x, out, which, *sizes, **POOL)
+    return out, which
 
 
 def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
     """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
-    grad, which = pixels_of(grad), pixels_of(which)
-    grad_x = grad.new_empty(grad.shape[0], height, width, grad.shape[3])
-    share, grid = lines_to_pool(*grad.shape)
-    _max_pool_backward[grid](grad, which, grad_x, *grad_x.shape[1:], share, **POOL)
-    return grad_x.permute(0, 3, 1, 2)
+    grad, which = by_pixels(grad), by_pixels(which)
+    images, channels, lines, columns = grad.shape
+    grad_x = _empty_images(grad, images, channels, height, width)
+    share, grid = lines_to_pool(images, lines, columns, channels)
+    _max_pool_backward[grid](grad, which, grad_x, height, width, channels, share, **POOL)
+    return grad_x
 
 
-def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, int, tuple[int]]:
-    """Images [N, H, W, C], memory for what is pooled of them, and (lines of a program, programs)."""
-    pixels = pixels_of(x)
-    images, height, width, channels = pixels.shape
-    out = pixels.new_empty(images, ceil_div(height, 2), ceil_div(width, 2), channels)
-    return pixels, out, *lines_to_pool(*out.shape)
+def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int], tuple[int]]:
+    """Images, memory for what is pooled of them, (height, width, channels, lines of a program), and programs."""
+    images, channels, height, width = x.shape
+    lines, columns = ceil_div(height, 2), ceil_div(width, 2)
+    out = _empty_images(x, images, channels, lines, columns)
+    share, grid = lines_to_pool(images, lines, columns, channels)
+    return by_pixels(x), out, (height, width, channels, share), grid
+
+
+def _empty_images(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
