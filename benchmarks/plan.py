@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmarks.cli import UsageError
 
-STRATEGIES = ("eager", "full", "regional", "hierarchical")
+STRATEGIES = ("eager", "full", "stages", "regional", "hierarchical")
+OWN_STRATEGIES = ("stages", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 # Modes in which torch.compile records CUDA graphs of its own.
@@ -102,7 +103,7 @@ def refusal(case: Case) -> str | None:
         "on a CPU the zoo runs no kernels of its own, so this arm equals zoo": cpu and not case.kernels,
         f"eager is not compiled, so mode {case.mode} does not apply": eager and case.mode != "default",
         "eager is not compiled, so dynamic shapes do not apply": eager and case.dynamic,
-        "hierarchical needs the declared regions of a zoo model": theirs and case.strategy == "hierarchical",
+        f"{case.strategy} needs the declared regions of a zoo model": theirs and case.strategy in OWN_STRATEGIES,
         f"{case.mode} records a CUDA graph for each compiled block; it is for full alone": records and parts,
         f"{case.mode} records CUDA graphs itself; leave out +cudagraph": records and case.cuda_graph,
         f"{case.mode} needs a GPU": records and cpu,

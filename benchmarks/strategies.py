@@ -1,4 +1,4 @@
-"""How a case is compiled: eager, full, regional, hierarchical; and the steps of its training."""
+"""How a case is compiled, and the steps of its training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from benchmarks.families.base import Prepared, Training
-from benchmarks.plan import CUDA_GRAPH_MODES, Case
+from benchmarks.plan import CUDA_GRAPH_MODES, STRATEGIES, Case
 from zoo.engine.discover import declared_regions
 from zoo.training import AdamW, TrainingStep
 
@@ -63,10 +63,28 @@ def apply(case: Case, prepared: Prepared) -> Call:
             if prepared.training is not None and prepared.training.after_compile is not None:
                 prepared.training.after_compile(model)
             return model
+        case "stages":
+            regions = [zoo.Region(cls) for cls in stages(model)]
+            return zoo.compile_regions(model, regions=regions, mode=mode, dynamic=bool(dynamic), backend=backend())
         case "hierarchical":
             mark_nested_regions(model)
             return torch.compile(model, mode=mode, dynamic=dynamic, backend=backend())
-    raise ValueError(f"strategy {case.strategy!r} is none of eager, full, regional, hierarchical")
+    raise ValueError(f"strategy {case.strategy!r} is none of {', '.join(STRATEGIES)}")
+
+
+def stages(model: nn.Module) -> set[type[nn.Module]]:
+    """The next coarser cut: classes that call the declared regions, unless that is the model; then the regions."""
+    declared = {region.cls for region in declared_regions(model)}
+    classes: dict[str, type[nn.Module]] = {}
+    for name, module in model.named_modules():
+        if type(module) in declared and not any(name.startswith(f"{outer}.") for outer in classes):
+            owners = [name.rpartition(".")[0]]
+            while isinstance(model.get_submodule(owners[-1]), nn.ModuleList):
+                owners.append(owners[-1].rpartition(".")[0])
+            classes[owners[-1] or name] = type(model.get_submodule(owners[-1] or name))
+    if set(classes.values()) <= declared:
+        raise ValueError(f"{type(model).__name__} calls its regions itself: it has no stages")
+    return set(classes.values())
 
 
 def mark_nested_regions(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from benchmarks.families import Prepared, bert_arms, families, load, resnet
 from benchmarks.families.base import UNSCALED, Workload
 from benchmarks.families.patterns import PAGES, PATTERNS, pattern
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.strategies import READY_BATCHES, Trainer, apply, plain_step
+from benchmarks.strategies import READY_BATCHES, Trainer, apply, plain_step, stages
 from benchmarks.worker import Handler
 from tests.workloads import call, error, first_call, output_of, prepare, tensors, training_of
 from zoo.resnet.model import PRESETS
@@ -234,6 +234,27 @@ def test_images_and_weights_are_channels_last(model: str, impl: str):
     call(prepared)
     assert len(seen) > len(convolutions)
     assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in seen)
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "input"), [("resnet", "resnet-debug", "2x32"), ("unet", "unet-debug", "2x8x8")]
+)
+def test_stages_are_a_coarser_cut(family: str, model: str, input: str, monkeypatch: pytest.MonkeyPatch):
+    graphs = {}
+    for strategy in ("stages", "regional"):
+        torch.compiler.reset()
+        case = Case(family=family, model=model, input=input, strategy=strategy)
+        prepared, counter = prepare(case), CompileCounter()
+        expected = output_of(case, prepared)
+        monkeypatch.setattr("benchmarks.strategies.backend", lambda counter=counter: counter)
+        assert error(output_of(case, prepared, apply(case, prepared)), expected) < 1e-5
+        graphs[strategy] = counter.frame_count
+    assert 1 < graphs["stages"] < graphs["regional"]
+
+
+def test_a_model_that_calls_its_regions_itself_has_no_stages():
+    with pytest.raises(ValueError, match="has no stages"):
+        stages(zoo.create("bert-debug"))
 
 
 WHOLE = [

@@ -20,7 +20,7 @@ from benchmarks.report.model import MeasuredArm, MeasuredRace
 INK, GREY = "#1b1f24", "#6b7280"
 # Blue, orange and green of Okabe and Ito, dark enough on white.
 COLOURS = {"zoo": "#0072b2", "upstream": "#c75a00", "upstream-tuned": "#007f5f"}
-LINES = {"eager": ":", "full": "--", "regional": "-", "hierarchical": "-."}
+LINES = {"eager": ":", "full": "--", "stages": (0, (5, 1)), "regional": "-", "hierarchical": "-."}
 WIDTH = 5.2  # inches: on a phone it is shrunk to 70 % and still legible
 STYLE = {
     "svg.hashsalt": "report",  # the same rows make the same file
