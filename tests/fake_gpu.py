@@ -48,8 +48,8 @@ class Gpu:
         self.compiled.append(name)
         self.sources[source.hash()] = source, options
         return SimpleNamespace(
-            src=source, metadata=None, packed_metadata=None, function=None, launch_metadata=lambda *_: None,
-            run=self.launcher_cls(source, None),
+            src=source, hash=source.hash(), metadata=None, packed_metadata=None, function=None,
+            launch_metadata=lambda *_: None, run=self.launcher_cls(source, None),
         )  # fmt: skip
 
 

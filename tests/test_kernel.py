@@ -21,9 +21,9 @@ pytest.importorskip("triton", reason="torch came without Triton, which GPUs only
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.knobs import HookChain
 from triton.runtime import _allocation
+from triton.runtime.cache import get_cache_manager
 
 from benchmarks.compiler import _forget
 from tests import (
@@ -50,8 +50,10 @@ def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_kept() -> None:
-    _scaled.device_caches.clear()
+def _nothing_is_kept() -> Iterator[None]:
+    yield
+    for each in (_scaled, _copied):
+        each.device_caches.clear()
 
 
 @pytest.fixture
@@ -324,36 +326,46 @@ class Utils:
         """Loads a library that Triton compiled."""
 
 
-def compiled() -> tuple[Any, bool]:
-    """The kernel for a GPU that need not be there, and whether it came from Triton's cache."""
+def compiled() -> tuple[Any, list[bool]]:
+    """The kernel for a GPU that need not be there, and whether Triton found it in its cache each time it was asked."""
     hits: list[bool] = []
+    _copied.device_caches.clear()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-        source = ASTSource(_copied, signature={"x": "*fp32", "out": "*fp32"}, constexprs={})
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    return result, hits == [True]
+        return _copied.warmup(torch.float32, torch.float32, grid=(1,)), hits
 
 
 def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
-    first, hit = compiled()
-    assert not hit
-
     def launcher(source: Any, metadata: Any) -> None:
-        cache = triton.runtime.cache.get_cache_manager("ab" * 32)
+        cache = get_cache_manager("ab" * 32)
         if cache.get_file("launcher.so") is None:
             cache.put(b"library", "launcher.so")
             cache.get_file("launcher.so")
 
-    launcher(None, None)
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=Utils(), launcher_cls=launcher))
-    monkeypatch.setitem(_copied.device_caches, 0, ({"kind": first},))
+    driver = SimpleNamespace(
+        utils=Utils(), launcher_cls=launcher, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )  # fmt: skip
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(kernel_module, "KERNELS", [_copied])
-    files = kernel_module.cached_files()
-    assert sorted(Path(name).suffix for each in files.values() for name in each) == [".cubin", ".json", ".so"]
+    monkeypatch.setattr(kernel_module, "_loaded", {})
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    first, hits = compiled()
+    assert hits == [False]
+    found = kernel_module.cached_kernels()
+    assert sorted(Path(name).suffix for each in found.files.values() for name in each) == [".cubin", ".json", ".so"]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    kernel_module.cache_files(files)
-    second, hit = compiled()
-    assert hit and second.asm["cubin"] == first.asm["cubin"]
+    kernel_module.load_kernels(found._replace(hashes={}))
+    second, hits = compiled()
+    assert hits == [True] and second.asm["cubin"] == first.asm["cubin"]
     assert [path.read_bytes() for path in (tmp_path / "second").rglob("launcher.so")] == [b"library"]
+
+    kernel_module.load_kernels(found)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.cache, "triton_key", lambda: pytest.fail("Triton read all of itself for its key"))
+        third, hits = compiled()
+    assert hits == [] and third.asm["cubin"] == first.asm["cubin"]
+    assert kernel_module.cached_kernels().hashes == found.hashes
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    assert compiled()[1] == [False]

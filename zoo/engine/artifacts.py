@@ -103,8 +103,8 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             raise ValueError(f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...)")
         others = {}
         kernels = sys.modules.get("zoo.engine.kernel")
-        if kernels is not None and (files := kernels.cached_files()):
-            others[_KERNELS] = pickle.dumps(files)
+        if kernels is not None and (found := kernels.cached_kernels()).files:
+            others[_KERNELS] = pickle.dumps(found)
         # The compiler's caches, for what must be traced again.
         if saved.skipped and (caches := torch.compiler.save_cache_artifacts()):
             others[_CACHES] = caches[0]
@@ -381,9 +381,9 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     for name, written in index["files"].items():
         data = _checked(path / Path(name).name, written, problems)
         if data is not None and name == _KERNELS:
-            from zoo.engine.kernel import cache_files
+            from zoo.engine.kernel import load_kernels
 
-            cache_files(pickle.loads(data))
+            load_kernels(pickle.loads(data))
         elif data is not None:
             torch.compiler.load_cache_artifacts(data)
     for entry in index["entries"]:
