@@ -31,6 +31,7 @@ from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.region import Region
 from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
 from zoo.engine.signature import own_class
+from zoo.version import __version__
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
 
@@ -307,8 +308,6 @@ _UNREAD = {"architectures", "dtype", "torch_dtype", "transformers_version", "bos
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:
     """What compiled code depends on beside its inputs: releases, machine, the zoo's sources, the model's config."""
-    from zoo import __version__
-
     tensors = [*model.parameters(), *model.buffers()]
     gpus = sorted({each.device.index or 0 for each in tensors if each.is_cuda})
     config: Any = getattr(model, "config", None)
