@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from zoo.engine.call import region_call
+from zoo.engine.call import outermost_call, region_call
 from zoo.engine.compile import Plan, compiled_plan
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import GRAPH_LOG, Entry, place_of_break, recompile_reason
@@ -63,7 +63,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     breaks = _breaks()
     modules = plan.modules_of(model)
     modes: dict[str, set[str]] = {name: set() for name in modules}
-    call = model._compiled_call_impl
+    call = outermost_call(model)
     captures = call.captures if isinstance(call, CapturingCall) else Captures()
     replays = captures.replays
     with _noting_calls(modules, modes):

@@ -455,9 +455,19 @@ class IdleWatch:
             warnings.warn(message, RegionWarning, stacklevel=2)
 
 
+def outermost_call(module: nn.Module) -> Any:
+    """What ``module(...)`` runs in place of its eager call; None in an eager module."""
+    return module._compiled_call_impl  # torch's slot, which this function and the next alone touch
+
+
+def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let ``module(...)`` run ``call``; None makes the module eager."""
+    module._compiled_call_impl = call
+
+
 def call_of(module: nn.Module, kind: type[Call]) -> Call | None:
     """The call of this kind that a module runs, also where another is around it; None if there is none."""
-    call = module._compiled_call_impl
+    call = outermost_call(module)
     while call is not None and not isinstance(call, kind):
         call = getattr(call, "__wrapped__", None)
     return call

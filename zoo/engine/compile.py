@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine import discover
-from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, region_call
+from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, outermost_call, region_call, set_call
 from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.cuda_graph import CapturingCall
@@ -169,10 +169,10 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         # Its graph would take the regions in, and nothing be compiled by regions.
         remedy = "its _orig_mod" if isinstance(model, wrapper) else "the model as it was before that"
         raise ValueError(f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...); pass {remedy}")
-    if captured := [name for name, module in named if isinstance(module._compiled_call_impl, CapturingCall)]:
+    if captured := [name for name, module in named if isinstance(outermost_call(module), CapturingCall)]:
         order = "zoo.uncompile(model), then zoo.cuda_graph(zoo.compile_regions(model))"
         raise ValueError(f"the calls of {', '.join(captured[:4])} are captured: compile or load first, {order}")
-    if taken := [name for name, module in named if module._compiled_call_impl]:
+    if taken := [name for name, module in named if outermost_call(module)]:
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report, symbols = discover.report_on(model, choices.regions, chosen, example)
     _judge(model, report)
@@ -196,7 +196,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         for call in calls:
             _ = call.compiled
     for call in calls:
-        call.module._compiled_call_impl = call
+        set_call(call.module, call)
     modules = {name: module for group in chosen.values() for name, module in group.items()}
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
@@ -213,10 +213,10 @@ def uncompile(model: nn.Module) -> nn.Module:
         # Any of them may be what compile_regions was called on.
         if _PLANS.pop(module, None) is not None:
             GRAPH_LOG.forget(module)
-        if module._compiled_call_impl is not None:
+        if outermost_call(module) is not None:
             if (call := region_call(module)) is not None:
                 _UNCOMPILED[module] = [origin for kept in call.entries.values() for _, _, origin in kept]
-            module._compiled_call_impl = None
+            set_call(module, None)
     return model
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.call import RegionWarning, has_stance
+from zoo.engine.call import RegionWarning, has_stance, outermost_call, set_call
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep
 from zoo.engine.observe import buffers_restored, checked_example
@@ -55,7 +55,7 @@ class CapturingCall:
     def __init__(self, module: nn.Module, most_graphs: int, clone_outputs: bool) -> None:
         self.captures = Captures()
         self._module = module
-        self._call: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+        self._call: Callable[..., Any] = outermost_call(module) or module._call_impl
         self.__wrapped__ = self._call  # where the regions' calls are looked for
         self._most_graphs = most_graphs
         self._clone_outputs = clone_outputs
@@ -281,9 +281,9 @@ def cuda_graph(
     if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:
         if most_graphs < 1:
             raise ValueError(f"most_graphs is {most_graphs}, but at least one kind of call is to be captured")
-        if isinstance(fn._compiled_call_impl, CapturingCall):
+        if isinstance(outermost_call(fn), CapturingCall):
             raise ValueError(f"the calls of this {type(fn).__name__} are captured already; call zoo.uncompile(model)")
-        fn._compiled_call_impl = CapturingCall(fn, most_graphs, clone_outputs)
+        set_call(fn, CapturingCall(fn, most_graphs, clone_outputs))
         return fn
     if warmup < 2 and warmup != 0:
         raise ValueError(f"warmup is {warmup}; at least 2 runs are needed, one to compile and one to watch")
@@ -315,7 +315,7 @@ def captures(module: nn.Module) -> Captures:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, expected what zoo.cuda_graph(model) returned")
-    call = module._compiled_call_impl
+    call = outermost_call(module)
     if not isinstance(call, CapturingCall):
         raise ValueError(f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model)")
     return call.captures

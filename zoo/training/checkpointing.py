@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from zoo.engine.call import call_of
+from zoo.engine.call import call_of, outermost_call, set_call
 from zoo.engine.compile import compiled_plan
 from zoo.engine.discover import declared_regions
 
@@ -51,13 +51,13 @@ def checkpoint_regions(
         raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
     if cls.forward is nn.Module.forward:
         raise ValueError(f"a {cls.__name__} is never called; name the class of the modules in it")
-    if any(isinstance(block._compiled_call_impl, _Checkpointed) for block in blocks):
+    if any(isinstance(outermost_call(block), _Checkpointed) for block in blocks):
         raise ValueError(f"regions of {cls.__name__} are checkpointed already; zoo.uncompile(model) undoes it")
-    if eager := sum(block in regions and block._compiled_call_impl is None for block in blocks):
+    if eager := sum(block in regions and outermost_call(block) is None for block in blocks):
         raise ValueError(f"{eager} of {len(blocks)} regions of {cls.__name__} are eager now: compile the model again")
     for block in blocks[::every]:
-        call = block._compiled_call_impl or block._call_impl
-        block._compiled_call_impl = _Checkpointed(call, block, model, preserve_rng_state)
+        call = outermost_call(block) or block._call_impl
+        set_call(block, _Checkpointed(call, block, model, preserve_rng_state))
     return model
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zoo.engine.call import outermost_call
 from zoo.engine.compile import compile_regions
 from zoo.engine.discover import resolve
 from zoo.ops.common import is_sharded
@@ -183,7 +184,7 @@ def _check_untouched(model: nn.Module) -> None:
         where = f"{name or 'the model itself'} ({type(module).__name__})"
         if isinstance(module, FSDPModule | nn.parallel.DistributedDataParallel):
             raise ValueError(f"{where} is sharded or replicated already; {_ORDER}")
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        if outermost_call(module) is not None or hasattr(module, "_orig_mod"):
             raise ValueError(f"{where} is compiled already: call zoo.uncompile(model) first, for {_ORDER}")
     if spread := [name for name, parameter in model.named_parameters() if is_sharded(parameter)]:
         raise ValueError(f"{spread[0]} is a DTensor already, of another plan or of fully_shard; {_ORDER}")
