@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.machine import Monitor, core_numbers, free_memory
 from benchmarks.plan import Case, twin_of
 from benchmarks.process import WorkerFailure
-from benchmarks.record import IN_RACE, Kernel, Result, Steady
+from benchmarks.record import IN_RACE, KernelTime, Result, Steady
 from benchmarks.startup import (
     ArmRun,
     Settings,
@@ -240,8 +240,8 @@ def _count(arm: ArmRun) -> None:
         return
     work.kernels = counted["kernels"]
     if counted["longest"] is not None:
-        work.longest = [Kernel(**kernel) for kernel in counted["longest"]]
-        work.others = Kernel(**counted["others"]) if counted["others"] is not None else None
+        work.longest = [KernelTime(**kernel) for kernel in counted["longest"]]
+        work.others = KernelTime(**counted["others"]) if counted["others"] is not None else None
     if (figures := arm.result.warm or arm.result.cold) is not None:
         figures.recompiles += [IN_RACE + reason for reason in counted["recompiles"]]
 

@@ -107,7 +107,7 @@ class Check:
 
 
 @dataclass(kw_only=True)
-class Kernel:
+class KernelTime:
     """Launches of kernels of one name in a call, and what they take together. Means over the calls of a profile."""
 
     name: str
@@ -123,8 +123,8 @@ class Work:
     bytes: int | None = None
     bytes_formula: str | None = None
     kernels: int | None = None
-    longest: list[Kernel] | None = None  # the kernels that take longest, by name; None on a CPU, and in older rows
-    others: Kernel | None = None  # all kernels that are not among them, together
+    longest: list[KernelTime] | None = None  # the kernels that take longest, by name; None on a CPU, and in older rows
+    others: KernelTime | None = None  # all kernels that are not among them, together
     count: int | None = None  # how many of ``unit`` (images, tokens) one call deals with
     unit: str | None = None
     peak_flops: float | None = None  # FLOP/s of a large matrix product in the case's dtype

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import Kernel
+from benchmarks.record import KernelTime
 
 ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
 _NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
@@ -179,7 +179,7 @@ def gpu_kernels(events: Iterable[Any]) -> list[Any]:
     return [event for event in ran if not event.name.startswith(("Memcpy", "Memset"))]
 
 
-def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[Kernel], Kernel | None]:
+def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[KernelTime], KernelTime | None]:
     """The ``MOST_KERNELS`` that take longest, by name, and all others as one; means over the profiled calls."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -193,8 +193,8 @@ def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[Kernel], Ke
     return named[:MOST_KERNELS], _mean(f"{len(left)} other{'s' if len(left) > 1 else ''}", times, calls)
 
 
-def _mean(name: str, times: Sequence[float], calls: int) -> Kernel:
-    return Kernel(name=name, launches=len(times) / calls, microseconds=round(sum(times) / calls, 3))
+def _mean(name: str, times: Sequence[float], calls: int) -> KernelTime:
+    return KernelTime(name=name, launches=len(times) / calls, microseconds=round(sum(times) / calls, 3))
 
 
 def short_name(name: str) -> str:

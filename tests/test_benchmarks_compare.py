@@ -14,7 +14,7 @@ from benchmarks import compare, stats
 from benchmarks.cli import UsageError, run_command
 from benchmarks.compare import Change
 from benchmarks.promote import command, promote
-from benchmarks.record import RESULTS, Kernel, Result, Rows, Store, device_name, load
+from benchmarks.record import RESULTS, KernelTime, Result, Rows, Store, device_name, load
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, write
 
 promoting = functools.partial(run_command, command, "promote")
@@ -22,8 +22,8 @@ promoting = functools.partial(run_command, command, "promote")
 
 def test_rows_survive_the_round_trip_and_the_newest_of_a_case_wins(tmp_path: Path) -> None:
     profiled = row(1.0, model="gat")
-    profiled.work.longest = [Kernel(name=f"kernel_{n}", launches=24.0, microseconds=300.5 - n) for n in range(2)]
-    profiled.work.others = Kernel(name="9 others", launches=12.5, microseconds=20.0)
+    profiled.work.longest = [KernelTime(name=f"kernel_{n}", launches=24.0, microseconds=300.5 - n) for n in range(2)]
+    profiled.work.others = KernelTime(name="9 others", launches=12.5, microseconds=20.0)
     rows = [*race(), profiled, failure("crashed", "signal 11", strategy="hierarchical")]
     store = Store(write(tmp_path / "new" / "rows.jsonl", rows))
     assert store.results() == rows

@@ -17,7 +17,7 @@ from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
 from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory
 from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
-from benchmarks.record import Kernel
+from benchmarks.record import KernelTime
 from benchmarks.report.cells import race_notes
 from benchmarks.worker import Handler, _relative_error
 from tests.rows import row, shown
@@ -206,8 +206,8 @@ def test_copies_and_the_host_are_no_kernels_and_equal_names_are_one_entry() -> N
     a_call = [event("norm", 2.0), event("void gemm<float, 1>(int)", 5.0), event("void gemm<float, 2>(int)", 7.0)]
     found, others = timing.longest_kernels([*a_call, *a_call, event("norm", 2.0)], 2)
     assert found == [
-        Kernel(name="gemm", launches=2.0, microseconds=12.0),
-        Kernel(name="norm", launches=1.5, microseconds=3.0),
+        KernelTime(name="gemm", launches=2.0, microseconds=12.0),
+        KernelTime(name="norm", launches=1.5, microseconds=3.0),
     ]
     assert others is None and timing.longest_kernels([], 2) == ([], None)
     for more, called in ((1, "1 other"), (3, "3 others")):
@@ -231,7 +231,7 @@ def test_a_worker_counts_and_names_kernels_by_one_profile(monkeypatch: pytest.Mo
     monkeypatch.setattr(arm, "_profile", profile)
     reply = arm.kernels()
     assert len(asked) == 1 and asked[0] > 1
-    longest = [asdict(Kernel(name=name, launches=1.0, microseconds=us)) for name, us in (("gemm", 9), ("norm", 2))]
+    longest = [asdict(KernelTime(name=name, launches=1.0, microseconds=us)) for name, us in (("gemm", 9), ("norm", 2))]
     assert reply == {"kernels": 2, "longest": longest, "others": None, "recompiles": []}
     arm.device = "cpu"
     assert arm.kernels() == {"kernels": None, "longest": None, "others": None, "recompiles": []}

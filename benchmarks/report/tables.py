@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plan import Case
-from benchmarks.record import ARTIFACTS, EMPTY, Compile, Kernel, Start, Work
+from benchmarks.record import ARTIFACTS, EMPTY, Compile, KernelTime, Start, Work
 from benchmarks.report import cells
 from benchmarks.report.cells import NOTHING, significant, speedup_and_verdict
 from benchmarks.report.model import SELECTING, UPSTREAM, MeasuredArm, MeasuredRace, select
@@ -168,7 +168,7 @@ def losses(race: MeasuredRace) -> Table | None:
 def kernels(work: Work) -> Table:
     total = work.kernel_microseconds or 0.0
 
-    def row(name: str, kernel: Kernel) -> list[str]:
+    def row(name: str, kernel: KernelTime) -> list[str]:
         launches = f"{kernel.launches:,.0f}" if kernel.launches % 1 == 0 else significant(kernel.launches)
         share = cells.percent(kernel.microseconds / total) if total else NOTHING
         return [name, launches, significant(kernel.microseconds), share]
