@@ -163,9 +163,9 @@ def pack(
         attention_mask: [B, T], 0 where there is padding, on any side; None for none.
         token_type_ids: [B, T], or None for type 0.
         position_ids: [B, T] or [1, T]; counted when left out.
-        config: The model's, by which positions are counted; BERT's way, a token's column, without it.
-        buckets: Sizes in tokens, of which the smallest that fits is taken, as of ``token_buckets(rows, length)``. None
-            for no filling: each number of tokens is then a graph of its own.
+        config: The model's, which says how positions are counted; without it they are columns, as in BERT.
+        buckets: Sizes in tokens, as from ``token_buckets(rows, length)``; a batch is padded to the smallest that fits.
+            Without them each number of tokens needs a graph of its own.
         rows: Rows of every batch, where the last of an epoch has fewer; B when left out.
         length: Most tokens of a row of any batch; T when left out.
 

@@ -28,7 +28,7 @@ def differentiable_once(backward: Function) -> Function:
             outputs = backward(ctx, *grads)
         many = outputs if isinstance(outputs, tuple) else (outputs,)
         marker = torch.ones((), requires_grad=True)
-        # Autograd goes along paths that lead to what it is asked for, and passes the marker by: these lead there.
+        # Autograd only follows paths to the inputs that it differentiates for; without these it would skip _Refused.
         paths = [each for each in (*grads, *ctx.saved_tensors) if isinstance(each, Tensor) and each.requires_grad]
         many = tuple(_Refused.apply(each, marker, *paths) if isinstance(each, Tensor) else each for each in many)
         return many if isinstance(outputs, tuple) else many[0]
@@ -37,7 +37,7 @@ def differentiable_once(backward: Function) -> Function:
 
 
 class _UnpackedOnce:
-    """A context that keeps its saved tensors: a checkpoint gives them no second time."""
+    """A context that caches its saved tensors, since a checkpoint unpacks them only once."""
 
     def __init__(self, ctx: Any) -> None:
         self.__dict__["_ctx"] = ctx

@@ -1,9 +1,9 @@
 """The call of a compiled region.
 
-Dynamo compiles a region, guards the code and shares it between copies of the class. At run time its own way to that
+Dynamo compiles a region, guards the code and shares it between copies of the class. At run time its lookup of that
 code costs the host more than the guards do: it enters frame evaluation and tries every entry of the class in turn.
-Here each module keeps the entries that served it. A later call checks one entry's guards, all of them, and runs its
-code. Whatever does not pass goes to Dynamo, which finds, compiles or refuses as always.
+Here each module keeps the entries that served it. A later call checks all guards of such an entry and runs its code. A
+call that passes no entry's guards goes to Dynamo, as without this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RegionWarning(UserWarning):
     """Something about a model, or the way it is called, will cost graphs or speed."""
 
 
-# Warnings to give after the call whose compilation they are about: one that is made an error must not end it.
+# Warnings about a compilation, given after it: a warning that a filter turns into an error must not end it.
 NOTICES: list[str] = []
 
 
@@ -47,12 +47,12 @@ class _NoSymbol(Exception):
     """Dynamo cannot trace a region with what is lifted; the message is its own."""
 
 
-# Calls that Dynamo may serve without leaving an entry whose guards pass, before no more are looked for: a module that
-# changes an attribute in every call has none.
+# After so many calls that left no entry whose guards pass, a module keeps none: one that changes an attribute in every
+# call never has such an entry.
 _MOST_MISSES = 8
 # Shapes of its inputs whose entries a module keeps; the oldest is forgotten first, and found again by Dynamo.
 _MOST_SHAPES = 256
-# Dynamo's configuration is the process's: a second thread would put back what the first one had set.
+# Dynamo's configuration is global to the process: a second thread would undo what the first one had set.
 _patching = threading.RLock()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -126,7 +126,7 @@ class RegionCall:
         """Run compiled code on the arguments of ``module.forward``."""
         module = self.module
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
-            # Traced into a larger graph; or watched operator by operator (FLOP counters, fake tensors): eagerly.
+            # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors).
             return module._call_impl(*args, **kwargs)
         if type(module) is not self._class and self._is_sharded(module):
             return self._inside_hooks(module, args, kwargs)
@@ -152,7 +152,7 @@ class RegionCall:
         return result
 
     def _is_sharded(self, module: nn.Module) -> bool:
-        """Whether FSDP2 made another class of the module's, with hooks that do not run yet."""
+        """Whether FSDP2 replaced the module's class, and its hooks do not run yet."""
         sharded = own_class(module) is not type(module) and not self._in_hooks
         return sharded and self.forward is self._class_forward and "forward" not in module.__dict__
 
@@ -194,7 +194,7 @@ class RegionCall:
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
         with _patching, patch, tracing(to_run=self._runs_directly):
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
-            # Asked before the call, which may change what guards read: a cache that it writes to.
+            # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
             result = self._compile_and_run(args, kwargs)
             if keeps:
@@ -265,7 +265,7 @@ class RegionCall:
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
         cls = own_class(self.module).__name__
-        alike = re.sub(r"\b\d+\b", "*", self._name)  # what stops this block will stop those beside it
+        alike = re.sub(r"\b\d+\b", "*", self._name)  # its siblings would fail in the same way
         leave = f"exclude=[{alike!r}]" if self._name else "zoo.uncompile(model)"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
         if "NestedTensor" in str(error):
@@ -339,7 +339,7 @@ class RegionCall:
 
 
 def has_stance() -> bool:
-    """Whether somebody asked the compiler to stand aside, or for another backend. All others run what is compiled."""
+    """Whether a stance of the compiler forces eager code or another backend. Other stances run compiled code."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and (dynamo._stance.stance == "force_eager" or dynamo._stance.backend is not None)
 
@@ -348,7 +348,7 @@ def _reason(error: Exception) -> str:
     """The first line of what Dynamo says, and the line of user code that it speaks of."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     stack = getattr(error, "real_stack", None) or []
-    # Torch's own code in Python, which a call of the user's led to, is nothing to rewrite.
+    # Not a line of torch's own code, which the user cannot rewrite.
     last = next((each for each in reversed(stack) if not each.filename.startswith(_TORCH)), None)
     return f"{reason}, at {last.filename}:{last.lineno} ({last.line})" if last else reason
 
@@ -383,7 +383,7 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     return [
         not (each.is_global and each.has_value and is_library_code(each.value))
         and not _is_implied(each, kinds)
-        # A Python function that looks for hooks which the compiler writes into a graph; all others act when it runs.
+        # This guard calls Python, and concerns only hooks that the compiler writes into a graph.
         and (hooked or each.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS")
         for each in guards
     ]
@@ -394,7 +394,7 @@ _IS_CONSTANT_OF_OURS = re.compile(r"G\['__import_zoo_\w+'\]\.\w+(\[\d+\])?$").ma
 
 
 def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
-    """Whether a guard checks what cannot change, or what others of its graph do; ``kinds`` has theirs by source."""
+    """Whether a guard checks what cannot change, or what another one checks; ``kinds`` are guard types by source."""
     name, kind = guard.name, guard.guard_type
     if kind in ("TYPE_MATCH", "SEQUENCE_LENGTH") and not kinds[name].isdisjoint(("CONSTANT_MATCH", "EQUALS_MATCH")):
         return True  # equal values have one type

@@ -86,7 +86,7 @@ def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
 
 
 def one_device(tensors: list[torch.Tensor]) -> torch.device:
-    """The GPU that all tensors on one are on, or the CPU; ValueError for several, or for none to tell by."""
+    """The GPU that holds all tensors on GPUs, or the CPU; ValueError for several GPUs, or without any tensor."""
     if not tensors and torch.cuda.is_available():
         raise ValueError(
             "no argument, weight or buffer of the step is a tensor, so that nothing says which device it runs on; pass "
@@ -99,7 +99,7 @@ def one_device(tensors: list[torch.Tensor]) -> torch.device:
 
 
 def shapes_of(leaves: list[Any]) -> tuple[Any, ...]:
-    """What tells buckets apart: shape and dtype of tensors, type and value of constants, the type of whatever else."""
+    """The key of a bucket: shape and dtype of tensors, type and value of constants, the type of anything else."""
     return tuple(map(shape_of, leaves))
 
 
@@ -107,7 +107,7 @@ def shape_of(leaf: Any) -> Any:
     """``shapes_of`` of one leaf."""
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape), leaf.dtype
-    # 1 is not True, nor 1.0, and 0.0 is not -0.0: what is captured may ask. A NaN is itself.
+    # Captured code may distinguish 1 from True and 1.0, and 0.0 from -0.0. By repr a NaN equals itself.
     return (type(leaf), repr(leaf)) if is_constant(leaf) else type(leaf)
 
 
@@ -192,7 +192,7 @@ class Weights:
         return any(any(runs) for _, *runs in self._now()[0])
 
     def remember(self) -> None:
-        """Take what is there at this moment as what to check against."""
+        """Store the present state, which ``check`` compares with."""
         self._before = self._now()
         # Tensors that are plain attributes are not checked: the CUDA graph goes on reading those of its capture.
         values = [value for space in self._spaces for value in space.values()]
@@ -208,7 +208,7 @@ class Weights:
         return [*modes], [*children], [None if each is None else each.data_ptr() for each in tensors]
 
     def check(self) -> None:
-        """Raise WeightsMovedError if anything is no longer what it was."""
+        """Raise WeightsMovedError if the state has changed since ``remember``."""
         now = self._now()
         if now == self._before:
             return

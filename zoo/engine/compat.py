@@ -1,4 +1,4 @@
-"""What only some supported torch releases have, gated here and nowhere else."""
+"""Differences between the supported releases of torch, all handled here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 OLDEST_TORCH = (2, 11)
-FALLBACKS_ARE_LAZY = (2, 15)  # the first release seen to
-GUARDS_SEE_TENSORS = (2, 14)  # the first release seen to
-ATTENTION_KEEPS_STRIDES = (2, 14)  # the first release seen to
+# For each difference, the first release that was seen to have it.
+FALLBACKS_ARE_LAZY = (2, 15)
+GUARDS_SEE_TENSORS = (2, 14)
+ATTENTION_KEEPS_STRIDES = (2, 14)
 
 # Dynamo's own limit is a backstop far above any honest budget: on reaching it a frame falls to eager or raises,
 # depending on the release and on fullgraph. Our own count is what enforces budgets.
@@ -29,7 +30,7 @@ _TORCH = _release(torch.__version__)
 
 
 def refuse_old_torch(version: str) -> None:
-    """ImportError that says in one line what is needed, before what an old torch lacks fails in words of its own."""
+    """Raise an ImportError that names the torch that is needed, before code that an old torch lacks fails."""
     if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(f"zoo needs torch {oldest} or newer, this is torch {version}; pip install --upgrade torch")
@@ -56,11 +57,11 @@ def compile_limit_kwargs() -> dict[str, Any]:
 
 
 def name_fallbacks_alone() -> None:
-    """Let Inductor name an operator that it has no lowering of, and leave out what the operator is called with.
+    """Make Inductor's log of an operator without a lowering leave out the operator's arguments.
 
-    2.11 writes that out for a log, shown or not, and with each argument what it is computed of. Where operators take
-    the one before twice, as residuals do, that doubles with each: a chain of thirty is never done. 2.15 writes when
-    somebody reads. Nothing is done before Inductor is there.
+    Torch 2.11 formats them for the log even if it is not shown, with all that each argument is computed from. Where
+    each operator reads the one before twice, as in residual blocks, the text doubles each time: a chain of thirty never
+    ends. Torch 2.15 formats on demand. Before Inductor is imported this does nothing.
     """
     exc = sys.modules.get("torch._inductor.exc")
     if exc is not None and _TORCH < FALLBACKS_ARE_LAZY:
@@ -70,8 +71,8 @@ def name_fallbacks_alone() -> None:
 def full_guards() -> dict[str, Any]:
     """Settings of Dynamo under which guards see that a parameter was cast, frozen or unfrozen in place.
 
-    2.11 looks at no tensor of a module whose dicts are as they were (pytorch 177525): a layer that is unfrozen after
-    its first steps would get no gradients, without a word.
+    2.11 checks no tensor of a module whose dicts are unchanged (pytorch 177525): a layer that is unfrozen after its
+    first steps would silently get no gradients.
     """
     return {} if _TORCH >= GUARDS_SEE_TENSORS else {"skip_tensor_guards_with_matching_dict_tags": False}
 

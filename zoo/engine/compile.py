@@ -32,14 +32,14 @@ from zoo.engine.signature import check_model, without_ddp
 from zoo.engine.signature import mode as mode_in_words
 
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
-# Shapes of a region's inputs that are one too many.
+# A warning names a region that compiled for so many shapes of its inputs.
 MANY_SHAPES = 16
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What ``compile_regions`` was asked for, in its own words."""
+    """The options of ``compile_regions``, as they were given."""
 
     regions: Sequence[Given] | None = None
     exclude: Sequence[type[nn.Module] | str] = ()
@@ -52,7 +52,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``compile_regions`` did to a model: kept beside it, so that it never reaches a state dict or a copy."""
+    """What ``compile_regions`` did to a model, stored apart from it: no state dict and no copy holds it."""
 
     report: RegionReport
     log_id: int
@@ -79,7 +79,7 @@ class Plan:
 
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-# Of modules that were uncompiled, what Dynamo traced: it still has their code, which can be saved once it runs again.
+# What Dynamo traced of modules that were uncompiled. It keeps their code, which can be saved once it runs again.
 _UNCOMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -150,7 +150,7 @@ def compile_regions(
 
 
 def place_calls(model: nn.Module, choices: Choices, example: Example | None = None, *, lazily: bool = False) -> None:
-    """``compile_regions``; ``lazily`` leaves Dynamo to the first call that compiles: importing it takes seconds."""
+    """``compile_regions``; ``lazily`` delays the import of Dynamo, which takes seconds, to the first compilation."""
     chosen = discover.resolve(model, choices.regions, choices.exclude, example)
     if not chosen and choices.exclude:
         raise ValueError(f"exclude={list(choices.exclude)} leaves no region of {type(model).__name__}: keep it eager")
@@ -166,7 +166,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
     wrapper = () if dynamo is None else dynamo.OptimizedModule
     named = [(name or "the model itself", module) for name, module in model.named_modules()]
     if wrapped := [name for name, module in named if isinstance(module, wrapper)]:
-        # Its graph would take the regions in, and nothing be compiled by regions.
+        # The graph of torch.compile would contain the regions, and none would be compiled on its own.
         remedy = "its _orig_mod" if isinstance(model, wrapper) else "the model as it was before that"
         raise ValueError(f"already compiled: {', '.join(wrapped[:4])} by torch.compile(...); pass {remedy}")
     if captured := [name for name, module in named if isinstance(outermost_call(module), CapturingCall)]:
@@ -176,7 +176,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         raise ValueError(f"already compiled: {', '.join(taken[:4])}; call zoo.uncompile(model) first")
     report, symbols = discover.report_on(model, choices.regions, chosen, example)
     _judge(model, report)
-    # All of it before anything is compiled: what is refused for one region leaves none behind.
+    # All calls are made before one is placed: a refusal for one region leaves no other compiled.
     calls: list[RegionCall] = []
     for region, group in chosen.items():
         backend = choices.backend if region.backend is None else region.backend
@@ -210,7 +210,7 @@ def uncompile(model: nn.Module) -> nn.Module:
     """Make a model eager again, whoever compiled its submodules in place. Returns the same model."""
     check_model(model)
     for module in model.modules():
-        # Any of them may be what compile_regions was called on.
+        # compile_regions may have been called on any submodule.
         if _PLANS.pop(module, None) is not None:
             GRAPH_LOG.forget(module)
         if outermost_call(module) is not None:
@@ -232,7 +232,7 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What ``warm_up`` spent. ``seconds`` is the whole call; the rest of it is running, not compiling."""
+    """What ``warm_up`` spent. ``seconds`` is the whole call, and exceeds the sum of the costs by the time to run."""
 
     costs: tuple[RegionCost, ...]
     seconds: float
@@ -349,7 +349,7 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
 
 
 def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | None, fullgraph: bool) -> dict[str, Any]:
-    """Keyword arguments of ``torch.compile`` for a region: its own wishes, then what was asked of the model."""
+    """Keyword arguments of ``torch.compile`` for a region, from its own settings and the model's."""
     mode = choices.mode if region.mode is None else region.mode
     options = choices.options
     _refuse_cuda_graphs(mode, options, backend)
@@ -358,14 +358,14 @@ def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | Non
     if backend != "inductor":
         backend = backend if backend == "eager" else Checked(torch._dynamo.lookup_backend(backend))
         return {"backend": backend, "options": dict(options or {}), **limit}
-    # torch.compile takes a mode or options, and a region's own wishes are options.
+    # torch.compile takes a mode or options, and a region's own settings are options.
     if mode is not None:
         if options is not None:
             raise ValueError("mode and options cannot both be given; options can hold what a mode stands for")
         from torch._inductor import list_mode_options
 
         options = list_mode_options(mode)
-    # The sizes that compiled code would compare in every call, Dynamo's guards have compared already.
+    # Dynamo's guards have already compared the sizes that compiled code would assert in every call.
     options = {"size_asserts": False, **region.options, **(options or {})}
     return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
 
@@ -388,7 +388,7 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 def _warn_of_excess(entry: Entry) -> None:
     """Warn once of an obstacle that has cost a second graph for one kind of input, and of many kinds of input."""
     plan = next((plan for plan in _PLANS.values() if plan.log_id == entry.model), None)
-    # A graph that took no time was loaded, which no call of Dynamo's would end with a warning.
+    # A graph that took no time was loaded: no call of Dynamo follows, which would give the warning.
     if plan is None or entry.backward or not entry.seconds:
         return
     alike = [

@@ -113,7 +113,7 @@ class CapturingCall:
             if len(self._steps) >= self._most_graphs:
                 raise _Uncapturable(f"{self._most_graphs} kinds of call are captured; raise most_graphs for more")
         if any(isinstance(each, Tensor) and (each.device != device or each.requires_grad) for each in leaves):
-            # A tensor of the host would be read when it is captured, and never again. Nobody wants gradients here.
+            # Replays would not read a tensor on the host again. Gradients are not recorded here.
             args = tuple(_to(value, device) if place not in static else value for place, value in enumerate(args))
             kwargs = {name: _to(value, device) if name not in static else value for name, value in kwargs.items()}
         try:
@@ -190,7 +190,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at each operator, transforms it, or asked the compiler to stand aside."""
+    """Whether a mode or a transform sees each operator, or a stance of the compiler asks for eager code."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
@@ -205,7 +205,7 @@ def _forget_oldest(kinds: dict[Any, Any]) -> None:
 
 
 class _Uncapturable(Exception):
-    """Why a call runs as the module does by itself; with the kind, if it always will."""
+    """Why a call runs without a CUDA graph; ``kind`` is given if all calls of that kind do."""
 
     def __init__(self, reason: str, kind: Any = None) -> None:
         super().__init__(reason)

@@ -15,11 +15,11 @@ from zoo.engine.signature import forward_in_torch_nn, own_class, own_structure
 # In layers compiled: the call of a region, and a layer that runs eagerly with the operations around it.
 _CALL = 1
 _EAGER = 2
-# A class is a region if it leaves at most this part of what its layers count eagerly.
+# A class is a region if it reduces the cost of its layers to at most this part of their eager cost.
 _WORTHWHILE = 0.75
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
-# Never called.
+# Containers that are never called.
 _LISTS = (nn.ModuleList, nn.ModuleDict, ParametrizationList)
 # Where transformers and diffusers name their blocks.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
@@ -40,14 +40,14 @@ class _Part:
 
 
 class Cut:
-    """The classes of a model that are compiled as regions, so that the least is left to compile and to call.
+    """The classes of a model to compile as regions, chosen so that the least is left to compile and to call.
 
     A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
     in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
     copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
     taken, those of ``torch.nn`` that are made of modules are candidates, such as ``nn.Sequential``. Where nothing
-    repeats, a class that stands alone in an ``nn.ModuleList`` is taken, as of a block that the model calls again and
-    again. ``calls``: how often a call of the model calls each module; without, as often as it stands in its list.
+    repeats, a class that is alone in an ``nn.ModuleList`` is taken: the model may call that block again and again.
+    ``calls``: how often one call of the model calls each module; by default, as often as its list holds it.
     """
 
     def __init__(self, model: nn.Module, calls: Mapping[nn.Module, int] | None = None) -> None:
@@ -74,7 +74,7 @@ class Cut:
                 and len({part.kind for part in parts}) < sum(part.calls for part in parts)
                 and (cls.__name__ in marked or not any(_repeated(part) & marked for part in parts))
             ]
-            # What lies in the library's own blocks alone is left to them, where these repeat.
+            # A class that occurs only inside the library's own blocks is no candidate if these repeat.
             blocks = {cls for cls in candidates if cls.__name__ in marked and any(p.layers > 1 for p in copies[cls])}
             free = {part.cls for part in _outermost(self._root, blocks)}
             candidates = [cls for cls in candidates if cls in free]
@@ -95,7 +95,7 @@ class Cut:
                 if cls not in self.classes and self._count([*self.classes, cls]) < self._count(self.classes):
                     self.classes.append(cls)
                     added = True
-        # What is left of a class inside of others may be worth nothing.
+        # A class may not pay any more once others contain most of its copies.
         for cls in reversed(self.classes):
             rest = [other for other in self.classes if other is not cls]
             if not self._worthwhile(cls) or self._count(rest) <= self._count(self.classes):

@@ -51,8 +51,8 @@ _VIEWS = (
 class DirectOrInductor(torch._TorchCompileInductorWrapper):
     """A ``torch.compile`` backend: graphs with nothing to fuse run as they are, Inductor compiles the others.
 
-    Takes the arguments of ``torch.compile(backend="inductor")``. Dynamo reuses code of an equal backend alone, and what
-    was compiled with graph breaks is of no use to a model that allows none.
+    Takes the arguments of ``torch.compile(backend="inductor")``. Dynamo only reuses
+    code of an equal backend; a model that allows no graph breaks cannot use code that has some.
     """
 
     def __init__(self, options: dict[str, Any] | None, dynamic: bool | None, fullgraph: bool) -> None:
@@ -84,8 +84,8 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
     """True if a graph is of library calls and kernels of the zoo, and no pointwise operation reads another's result.
 
-    The two halves of an autograd function are passes as they were written, and not looked into. A graph without
-    kernels may have one pointwise operation, none that torch computes by several.
+    The operations in the two halves of an autograd function do not count. A graph without kernels may have one
+    pointwise operation, but none that torch computes by several.
     """
     from torch._functorch.autograd_function import autograd_function_apply
 
@@ -289,7 +289,7 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether a launch is of one kernel that can be bound, and not of somebody's choice between several."""
+    """Whether a launch is of a ``Kernel``, which can be bound, without a choice between configurations."""
     from zoo.engine.kernel import Kernel
 
     return isinstance(_kernel(node.kwargs["kernel_idx"])[0], Kernel)
@@ -351,7 +351,7 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
 
 
 def recorded(maker: Callable[..., Run]) -> Run:
-    """What ``maker`` returns keeps how it was made, ``recipe``: an artifact has that in the function's place."""
+    """Make ``maker`` add a ``recipe`` to the function that it returns: an artifact stores that in its place."""
 
     @functools.wraps(maker)
     def make(*args: Any) -> Run:

@@ -43,8 +43,8 @@ def has_library_hook(module: nn.Module) -> bool:
 class Obstacle:
     """Something that costs graphs or hides a region from the compiler, and what to do about it.
 
-    ``certain`` is False where only a branch of the code costs something, and no call has shown whether it is taken;
-    ``expected`` is True where what it costs is as the model is meant to be, and only reported.
+    ``certain`` is False where the cost depends on a branch that no call has shown to be taken; ``expected`` is True
+    where the model is meant to have this cost, which is only reported.
     """
 
     region: str
@@ -119,7 +119,7 @@ class RegionReport:
 
     @property
     def graphs(self) -> str:
-        """``graphs_needed`` in words, which say where it is a lower bound."""
+        """``graphs_needed`` as text, which marks a lower bound."""
         return _counted(self.graphs_needed, any(found.at_least for found in self.regions))
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def report_on(
         # A layer may be dropped at random in training.
         dropped = not declared and model.training and len(skipped) < len(modules)
         obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
-        # In eval most code does not look at a rate, as a call shows.
+        # Most code reads no rate in eval mode; a call shows whether this code does.
         looked = model.training or example is not None
         zeros = list(_zero_rates(region, modules, observed, lifted[region])) if looked else []
         obstacles += zeros
@@ -224,7 +224,7 @@ def report_on(
         differences = tuple(_differences(modules, observed, symbols))
         # Not all operations take a symbol of a float.
         floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
-        unseen = not observed and bool(symbols)  # what is computed by a number, or branches on it, only a call shows
+        unseen = not observed and bool(symbols)  # only a call shows what depends on these numbers
         at_least = bool(zeros or passed.varying or differ or floats or unseen) or _contents_differ(modules, observed)
         found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
     why = "" if chosen else nothing_repeats(model)
@@ -273,7 +273,7 @@ def resolve(
 
 
 def declared_regions(model: nn.Module) -> tuple[Region, ...]:
-    """The regions that the model's class declares; an attribute of another meaning declares none."""
+    """The regions that the model's class declares; an unrelated attribute called ``regions`` declares none."""
     given = getattr(type(model), "regions", ())
     if not isinstance(given, tuple | list) or not all(
         isinstance(item, Region) or (isinstance(item, type) and issubclass(item, nn.Module)) for item in given
@@ -343,7 +343,7 @@ def _refuse_nested_and_lazy(chosen: Chosen) -> None:
 
 
 def nothing_repeats(model: nn.Module) -> str:
-    """Why no region is discovered in this model: for a message that goes on with what to do."""
+    """Why no region is discovered in this model; a message adds what to do."""
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
         return f"what repeats in it ({names}) is too small to gain by regions; use torch.compile(model)"
@@ -425,7 +425,7 @@ def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:
 
 
 def _without_symbols(module: nn.Module, static: Hashable, call: Any, groups: Iterable[Any], passed: Lifted) -> Hashable:
-    """A kind of input with those of its numbers that are constants of the graph: of the first of alike calls."""
+    """A kind of input without the numbers that are symbols; similar calls get the kind of the first of them."""
     numbers, _ = numbers_in(call)
     rest = tuple(kind for kind in call if kind[1] not in numbers.values())
     for built, kind in groups:
@@ -436,7 +436,7 @@ def _without_symbols(module: nn.Module, static: Hashable, call: Any, groups: Ite
 
 
 def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifted) -> Iterator[Obstacle]:
-    """Rates that are zero in some modules of a structure only: drop paths, which code mostly leaves out then."""
+    """Rates (of drop paths) that are zero in only some modules of a structure: most code branches on zero."""
     groups = _by_structure(modules)
     if not symbols.floats:
         return

@@ -1,8 +1,8 @@
 """Every graph that a region compiled in this process, noted as Dynamo compiles it.
 
-Dynamo's compile callbacks say when a compilation starts and ends; the Python stack at that moment says which module
-was being called, from which model and with what. So a region is compiled exactly as ``module.compile()`` would do it,
-with no wrapper in the way at run time.
+Dynamo's callbacks report when a compilation starts and ends; the Python stack at that moment shows which module is
+called, by which model and with which arguments. So a region compiles as by ``module.compile()``, with no wrapper at run
+time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def structure(self) -> Hashable:
-        """The signature without the attributes, its second part."""
+        """The first part of the signature; the second is its attributes."""
         return self.signature[0]
 
 
@@ -67,14 +67,14 @@ class GraphLog:
         # module -> (model, the module's name in it)
         self._watched: WeakKeyDictionary[nn.Module, tuple[int, str]] = WeakKeyDictionary()
         self._roots: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-        # Compilations under way: the entry as it was when they started, graphs and seconds being where these began.
+        # Compilations in progress; ``graphs`` and ``seconds`` hold the counter and the clock at the start.
         self._open: dict[str, Entry] = {}
         self._next = 0
 
     def listen(self) -> None:
-        """Register with Dynamo, once. Again after ``torch.compiler.reset()``, which forgets who listens.
+        """Register with Dynamo, once; and again after ``torch.compiler.reset()``, which drops all callbacks.
 
-        Before Dynamo is imported there is nothing to hear; whoever imports it calls this.
+        Before Dynamo is imported this does nothing; code that imports Dynamo calls it.
         """
         if "torch._dynamo" not in sys.modules:
             return
@@ -97,7 +97,7 @@ class GraphLog:
         return self._next
 
     def forget(self, model: nn.Module) -> None:
-        """Stop watching a model, some of whose modules may have been taken out by now."""
+        """Stop watching a model and its modules, also those that were removed from it since."""
         number = self._roots.pop(model, None)
         for module, (watched_for, _) in list(self._watched.items()):
             if watched_for == number:
@@ -110,8 +110,8 @@ class GraphLog:
     def compiled(self, module: nn.Module, in_mode: str) -> bool:
         """Whether code for a module of this class and structure was compiled in this mode, by any model.
 
-        Attributes are left out: those that the taken branch does not read cost no graph of their own. So is whether it
-        trains: code that does not ask is run in both. So are buffers, which the call may have put others in place of.
+        The comparison ignores attributes (one that the code does not read costs no graph), training or eval mode (code
+        that does not read it serves both) and buffers (the call may have replaced them).
         """
         buffers = {name for name, _ in module.named_buffers()}
 
@@ -188,10 +188,10 @@ class GraphLog:
 
 
 def _sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What the model says of its call, which a subclass may have given other arguments."""
+    """The model's ``region_sizes`` for this call; 1 if it fails, as where a subclass takes other arguments."""
     try:
         return int(model.region_sizes(*args, **kwargs))  # type: ignore[operator]
-    except Exception:  # the compilation that is watched must not end by it
+    except Exception:  # an error here must not end the compilation
         return 1
 
 
@@ -202,7 +202,7 @@ def _unique_graphs() -> int:
 
 
 def place_of_break(compile_id: str) -> str:
-    """Where the code broke off whose rest this compilation is of: file, line and code; empty for a whole forward."""
+    """The graph break after which this compilation resumes: file, line and code; empty for a whole forward."""
     metrics = next(_metrics(compile_id), None)
     rest, _, line = str(metrics and metrics.co_name).rpartition("_at_")
     if metrics is None or not rest.startswith("torch_dynamo_resume_in"):
@@ -218,7 +218,7 @@ def recompile_reason(compile_id: str) -> str | None:
 
 
 def _metrics(compile_id: str) -> Iterator[Any]:
-    """What Dynamo still remembers of a compilation, newest first; nothing of a graph that was loaded without it."""
+    """Dynamo's metrics of a compilation, newest first; none for a graph that was loaded without Dynamo."""
     if "torch._dynamo" in sys.modules:
         from torch._dynamo.utils import get_compilation_metrics
 

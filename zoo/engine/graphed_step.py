@@ -54,7 +54,7 @@ class _Bucket:
 
 
 def _present_mode(device: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What enters the grad mode, inference mode and autocast of now again."""
+    """A function whose context restores the present grad mode, inference mode and autocast."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     dtype, cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
@@ -70,8 +70,8 @@ class GraphedStep:
     """A captured step, made by ``cuda_graph`` and called as its function is.
 
     A call copies its inputs in, replays the bucket of their shapes and gives the outputs; it is not reentrant.
-    ``device`` is what it runs on, ``pool`` what its graphs keep their memory in: another step may have the same, if the
-    two never run at once and give clones.
+    ``device`` is where it runs, ``pool`` holds its graphs' memory: two steps may share a pool if they never run at once
+    and return clones.
     """
 
     def __init__(

@@ -201,7 +201,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
         # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
         self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        # Of sizes that are not specialised Triton only asks whether they fit 32 bits, and of fractions nothing.
+        # Triton only checks that sizes without specialisation fit 32 bits, and checks nothing of floats.
         self._sized = [each.do_not_specialize for each in self.params]
         self._fixed = [each.is_constexpr for each in self.params]
 
@@ -242,7 +242,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self, grid: tuple[int, ...], arguments: list[Any], positions: list[int], options: dict[str, Any],
         tiles: Sequence[list[int] | None] = (),
     ) -> Callable[..., None]:  # fmt: skip
-        """A launch of which nothing changes but the tensors: a function of the tensors at these positions.
+        """A launch as a function of the tensors at these positions; nothing else changes between its calls.
 
         Those for which ``tiles`` has a shape are read by tiles of it. Their kinds may not change, and their device is
         the current one in each call. It takes half the host's time of ``kernel[grid](...)``.

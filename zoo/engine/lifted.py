@@ -34,9 +34,9 @@ Sizes = defaultdict[Any, Any]
 class Lifted:
     """Dotted names of the numbers that differ between the blocks of a class.
 
-    ``items`` is how many items a list needs for each block's index to pick one, ``told`` whether the user was warned.
-    ``met`` holds the first numbers among the arguments of alike calls, ``varying`` names those that were others later;
-    ``first`` is, for each structure, the call of the model that first compiled it and what its block learns of sizes.
+    ``items`` is the length that a list needs for each block's index to pick an item, ``told`` whether the user was
+    warned. ``met`` holds the numbers among the arguments of the first of similar calls, ``varying`` names those that
+    differed later; ``first`` has each structure's first call by a model, and what is known of the sizes in it.
     """
 
     ints: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Lifted:
 
     @contextmanager
     def as_symbols(self, sizes: Sizes) -> Iterator[None]:
-        """Meanwhile Dynamo takes these numbers as symbols, and the sizes that differ from those in ``sizes``."""
+        """Inside, Dynamo takes these numbers as symbols, and sizes that differ from those in ``sizes``."""
         from torch._dynamo import pgo
         from torch._dynamo.symbolic_convert import TensorifyState
         from torch._dynamo.variables import BuiltinVariable, TensorVariable
@@ -88,9 +88,9 @@ class Lifted:
             tensor.call_method, builtin.call_function, tensor.method___setitem__ = call_method, call_function, setitem
 
     def note_numbers(self, module: nn.Module, kinds: Hashable) -> dict[str, Attribute]:
-        """The ints and floats among a call's arguments, after those that differ between alike blocks are noted.
+        """Return the ints and floats among a call's arguments, after noting those that differ between similar calls.
 
-        A size that is given as a number besides a tensor of it differs with the tensor's: no two such calls are alike.
+        Similar calls have tensors of equal shapes, so a number that is a tensor's size does not differ between them.
         """
         numbers, shapes = numbers_in(kinds)
         first = self.met.setdefault((structure(module), shapes), numbers)
@@ -98,7 +98,7 @@ class Lifted:
         return numbers
 
     def sizes_for(self, module: nn.Module) -> Sizes:
-        """What a block knows that has learned nothing: one that training dropped from calls, what its like learned."""
+        """What is known of sizes in a block's first call; in training, what an equal block learned before."""
         *_, outermost = module_calls()
         model, tensors = outermost["self"], _tensors((outermost["args"], outermost["kwargs"]))
         if not module.training or model is module or not tensors:
@@ -108,11 +108,11 @@ class Lifted:
             self.first[built] = weakref.ref(model), weakref.ref(tensors[0]), self.new_sizes()
             return self.first[built][2]
         first_model, first_input, sizes = self.first[built]
-        # In the same call of the model, another size is of another stage.
+        # Within one call of the model, another size belongs to another stage.
         return sizes if first_model() is model and first_input() is not tensors[0] else self.new_sizes()
 
     def new_sizes(self) -> Sizes:
-        """What Dynamo knows before the first call: that the floats vary, and arguments that did between blocks."""
+        """What Dynamo is told before the first call: the floats vary, and arguments that differed between blocks."""
         from torch._dynamo import pgo
 
         patterns, varying = [re.compile(_source(name)) for name in self.floats], self.varying
@@ -128,7 +128,7 @@ class Lifted:
         return defaultdict(lambda: pgo.CodeState(automatic_dynamic=Known()))
 
     def varied(self, sizes: Sizes, module: str) -> frozenset[str]:
-        """The sizes and numbers that calls were seen to differ in, in words, apart from what ``module`` holds."""
+        """Names of the sizes and numbers in which calls differed, without those that ``module`` holds."""
         from torch._dynamo.pgo import auto_dynamic
 
         own = f"L['{module}']"
@@ -206,7 +206,7 @@ def _reads_by_symbols(call_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _narrowed(tx: Any, tensor: Any, index: Any, *value: Any) -> tuple[Any, ...]:
-    """The arguments of Dynamo's indexing, which would take symbols beside other indices for constants."""
+    """Arguments of Dynamo's indexing, changed so that symbols next to other indices do not become constants."""
     from torch._dynamo.variables import ConstantVariable, SliceVariable, TupleVariable, UserFunctionVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 
@@ -232,7 +232,7 @@ def _in_slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tens
     return tensor[slices], rest
 
 
-# By which AOTAutograd computes with a float that is an input as it would with a tensor of it.
+# Operations that AOTAutograd computes with a float input as with a tensor that holds it.
 _OF_TENSORS = {
     *(operator.mul, operator.add, operator.sub, operator.truediv, torch.mul, torch.add, torch.sub, torch.div),
     *(operator.imul, operator.iadd, operator.isub, operator.itruediv),
@@ -306,7 +306,7 @@ class _WithoutBase(torch.autograd.Function):
 
 
 def carry_writes(views: Iterable[Any], owns: Iterable[Any]) -> None:
-    """What a block wrote to tensors of ``without_base`` becomes part of the views' history; they share the content."""
+    """Add what a block wrote to tensors of ``without_base`` to the views' history; both share their memory."""
     for view, own in zip(views, owns, strict=True):
         if own is not view and own.requires_grad and not isinstance(own.grad_fn, _WithoutBase._backward_cls):
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(view):
@@ -314,7 +314,7 @@ def carry_writes(views: Iterable[Any], owns: Iterable[Any]) -> None:
 
 
 def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Mark the sizes of a block's inputs as ``mark_dynamic`` and ``mark_static`` marked equal ones of the model's.
+    """Copy marks of ``mark_dynamic`` and ``mark_static`` from the model's inputs to equal sizes of a block's.
 
     A size that the block's weights have as well stays as it is: it may be theirs. Returns whether any is static.
     """
@@ -333,7 +333,7 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             if own is None and size in dynamic:
                 torch._dynamo.maybe_mark_dynamic(tensor, index)
             elif own is not None and index in own:
-                # The inputs of other blocks have this mark, which torch 2.15 puts beside no stronger one.
+                # Inputs of other blocks have this mark; torch 2.15 adds it to no size with a stronger one.
                 tensor.__dict__.setdefault("_dynamo_weak_dynamic_indices", set()).add(index)
             elif size in static:
                 torch._dynamo.mark_static(tensor, index)
@@ -430,7 +430,7 @@ class OwnEntry(MutableMapping[int, Any]):
 
 @contextmanager
 def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[list[Any]]]:
-    """Meanwhile lists of ``items`` items or more, and dicts by int, hold the one at a block's ``index`` apart.
+    """Inside, lists of at least ``items`` items and dicts with int keys hold the item at ``index`` separately.
 
     They are looked for in the arguments, and in the attributes of objects there. Yields the lists.
     """

@@ -1,4 +1,4 @@
-"""One eager call watched from outside: what each region is fed, and its share of the device's time."""
+"""Observes one eager call of a model: each region's inputs, and its share of the device's time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, *, grad: bool = True) -> Iterator[None]:
-    """A call of the model in here is eager, in the model's mode, and leaves nothing behind."""
+    """Inside, a call of the model is eager, in the model's mode, and has no side effects."""
     grad &= model.training and torch.is_grad_enabled()
     # A hook on a compiled module would be traced into it, and compiling is not what a report should cost.
     eager = torch.compiler.set_stance("force_eager")
@@ -197,7 +197,7 @@ class _Unregistered:
 
 @contextlib.contextmanager
 def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterator[None]:
-    """Note which instance attributes a region reads: neither code that is not reached, nor the model around it."""
+    """Note which instance attributes a region reads while it runs."""
     original = type(module)
 
     class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]

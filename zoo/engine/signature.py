@@ -1,7 +1,7 @@
 """What makes two calls of one module class need two graphs: structure, mode and inputs, as hashable values.
 
-Dynamo guards on all of it; here it is spelled out so that graphs can be predicted before they are compiled, and so
-that a recompile (the same three compiled twice) can be told from a second legitimate signature.
+Dynamo guards on all three. They are computed here to predict graphs before they are compiled, and to distinguish a
+recompile (the same three compiled twice) from a second signature.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def as_written(cls: type) -> type:
-    """The class that ``fully_shard`` made another one of, or the class itself."""
+    """The class that ``fully_shard`` derived this one from, or the class itself."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return cls.__bases__[-1] if fsdp is not None and issubclass(cls, fsdp.FSDPModule) else cls
 
@@ -43,7 +43,7 @@ def check_model(model: Any) -> None:
 
 
 def model_in(value: Any) -> str:
-    """What to pass in place of an object that holds models, as a pipeline of diffusers; for the end of a message."""
+    """The end of a message: the models that an object, such as a pipeline of diffusers, holds, to pass instead."""
     names = [f".{name}" for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, nn.Module)]
     return f": pass the model that it holds, {' or '.join(names[:4])}" if names else ""
 
@@ -60,7 +60,7 @@ def structure(module: nn.Module) -> Hashable:
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """A module's hooks by identity, as Dynamo guards them; those of torch itself, as FSDP's, tell no blocks apart."""
+    """A module's hooks by identity, as Dynamo guards them, without those that torch itself adds, such as FSDP's."""
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         for hook in getattr(module, kind).values():
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
@@ -88,7 +88,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Hashable, Hashable]:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A plain value as Dynamo tells it from others: by type and value (1 is not 1.0), functions by identity."""
+    """A plain value as Dynamo compares it: by type and value (1 is not 1.0), a function by identity."""
 
     kind: str
     text: str
@@ -96,7 +96,7 @@ class Attribute:
 
     @property
     def countable(self) -> bool:
-        """Whether layers can each have their own: an index, a name, a list or an enum, not a flag or an activation."""
+        """Whether each layer can have its own value: an index, a name, a list or an enum, not a flag or activation."""
         return self.kind in ("int", "str", "list", "tuple", "enum")
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def signature(
 
 
 def choices_of(blocks: Collection[nn.Module]) -> set[str]:
-    """Attributes that choose code and do not number blocks: they have two values in more than two blocks."""
+    """Attributes that select code and do not number blocks: those with two values in more than two blocks."""
     values: dict[str, set[Attribute]] = defaultdict(set)
     for block in blocks:
         for name, value in read_attributes(block).items():
@@ -166,9 +166,9 @@ def mode(module: nn.Module) -> str:
 
 
 def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> tuple[Hashable, ...]:
-    """Kinds of all inputs: of a tensor everything that is guarded on but its values, of a plain value the value.
+    """The kind of each input: what Dynamo guards of a tensor, or a plain value itself.
 
-    Without ``sizes`` that is what a graph of symbolic sizes is specialised on.
+    Without ``sizes``, what a graph of symbolic sizes is specialised on.
     """
     return tuple(_leaves((args, kwargs), sizes))
 

@@ -271,7 +271,7 @@ def _normalized(structure: _Structure, weight: Tensor | None, dtype: torch.dtype
 
 
 def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Changes with every in-place operation that torch counts; None for inference tensors, of which it counts none."""
+    """A counter of the in-place operations on a tensor; None for inference tensors, which have no counter."""
     if tensor.is_inference():
         return None
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device

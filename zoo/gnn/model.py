@@ -342,7 +342,7 @@ class GNNEpilogue(nn.Module):
 
 
 class GNNLayer(nn.Module):
-    """The region: a convolution and its epilogue, without which the last layer ends the model if ``jk`` is None."""
+    """The region: a convolution and its epilogue. If ``jk`` is None, the last layer has no epilogue."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def kernels_run(*tensors: Tensor | None) -> bool:
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether gradients of what is computed of these may be asked for. A region guards both anyway."""
+    """Whether autograd records operations on these tensors. A region guards on both conditions anyway."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -76,7 +76,7 @@ def watched() -> bool:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of a floating-point dtype are computed and summed in, at least float32."""
+    """The dtype in which numbers of a floating-point dtype are computed and summed: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -89,7 +89,7 @@ def compute_dtype(like: Tensor) -> torch.dtype:
 
 
 def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer is of this very class and has no hooks: then its tensors stand for it.
+    """Whether a layer has exactly this class and no hooks, so that using its tensors equals calling it.
 
     Adapters replace a layer or its ``forward``, some ways to prune or to quantise change its weight before each call,
     and tools that explain a model listen to gradients.
@@ -102,7 +102,7 @@ def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
 def to_rows(x: Tensor) -> Tensor:
     """[B, C, H, W] -> [B H W, C], without a copy in channels_last."""
     rows = x.permute(0, 2, 3, 1)
-    # Of a view the compiler would guard the base as well.
+    # The compiler would guard the base of a view as well.
     return _unsafe_view(rows, (-1, x.shape[1])) if rows.is_contiguous() else rows.reshape(-1, x.shape[1])
 
 
@@ -123,7 +123,7 @@ def next_power(value: int) -> int:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor. Asked so that nobody else pays for the import."""
+    """Whether a tensor is a DTensor, found without the import of DTensor's module."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 

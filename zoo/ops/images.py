@@ -49,7 +49,7 @@ def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     if kernels_run(x, bias, residual):
         learn = differentiated(x, bias, residual)
         return _ConvAdd.apply(x, bias, residual) if learn else kernels.tiles.conv_add(x, bias, residual)
-    # Under autocast parameters stay wide, and would make activations wide as well.
+    # Under autocast parameters stay float32, and would make activations float32 as well.
     total = x + bias.to(x.dtype)
     return total if residual is None else total + residual
 
@@ -63,7 +63,7 @@ class _ConvAdd(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Of a sum every summand has the gradient of the sum; the bias, which is in every row, that of them all."""
+        """Each summand has the gradient of the sum; the bias, added to every row, has the total over rows."""
         x, bias, residual = ctx.dtypes
         grad_bias = column_sums(grad, bias) if ctx.needs_input_grad[1] else None
         return grad.to(x), grad_bias, None if residual is None else grad.to(residual)
@@ -86,9 +86,9 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
 
 
 def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
-    """Whether a 3 × 3 convolution of x [B, C, H, W], padded by 1, is to be a product of its windows.
+    """Whether a 3 × 3 convolution of x [B, C, H, W], padded by 1, is computed as a product of its windows.
 
-    Of few pixels and many channels: what takes time there is to read the weights, and a product does it faster.
+    It is for few pixels and many channels: reading the weights takes most of the time, and a product reads them faster.
     """
     pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
     few = pixels <= MOST_PIXELS and x.shape[1] >= LEAST_CHANNELS
@@ -153,7 +153,7 @@ def group_norm(
 ) -> Tensor:
     """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
 
-    A shift [B, C], if any, is added to each pixel first; SiLU follows where asked for.
+    A shift [B, C], if any, is added to each pixel first; with ``silu`` SiLU follows.
     """
     if not _group_norm_fits(groups, x, weight, bias, shift):
         return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
@@ -169,7 +169,7 @@ def cat_group_norm(
 ) -> tuple[Tensor, Tensor]:
     """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
 
-    Returns the norm [B, C + S, H, W] and what it was taken of, both in channels_last. A group may reach across.
+    Returns the norm and the joined channels, [B, C + S, H, W] in channels_last. A group may span x and skip.
     """
     if not _group_norm_fits(groups, x, weight, bias, skip):
         joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
@@ -215,7 +215,7 @@ class _GroupNorm(torch.autograd.Function):
         return grad_x, None if ctx.skip_dtype is None else grad_skip.to(ctx.skip_dtype), *others, None, None, None
 
 
-# Mean, variance, weight and bias of a norm; of one that is not there None.
+# Mean, variance, weight and bias of a norm, each None without a norm.
 Tensors: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 NO_NORM: Tensors = (None, None, None, None)
 
@@ -259,7 +259,7 @@ def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) ->
 
 
 def _check(x: Tensor, residual: Tensor | None, *norms: Sequence[Any]) -> None:
-    """Refuse what kernels would read beyond the ends of; a traced block fits, and Dynamo would take twice as long."""
+    """Refuse tensors that kernels would read out of bounds. Not in a traced block: Dynamo would take twice as long."""
     if torch.compiler.is_compiling():
         return
     shape, channels, device = x.shape, x.shape[1:2], x.device
@@ -356,7 +356,7 @@ def max_pool(x: Tensor) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """Keeps which of nine pixels it was, a byte for each window, and no image."""
+    """Saves which of nine pixels is the maximum, a byte for each window, and no image."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

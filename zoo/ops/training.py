@@ -14,12 +14,12 @@ from torch.optim.adamw import adamw as fused_adamw
 from zoo.ops import triton as kernels
 from zoo.ops.common import kernels_run
 
-# Least numbers of a launch: its beginning and end are little of it then. On an H200 ResNet-50's step took longer with
-# twice as many, since torch's launch for the rest does.
+# Fewest elements of a launch, so that its start and end are a small part of it. On an H200 ResNet-50's step took longer
+# with twice as many, since torch's launch for the rest did.
 LARGE = 1 << 19
-# Parameters of a launch: the kernel has pointers for as many.
+# Most parameters of a launch: the kernel has so many pointers.
 TOGETHER = 8
-# Least numbers of a parameter in it: of smaller ones no launch holds LARGE, and the host looks no further at them.
+# Fewest elements of a parameter in a launch: TOGETHER smaller ones are fewer than LARGE, and the host skips them.
 SMALLEST = LARGE // TOGETHER
 # Bytes that a thread reads at once, if what it reads begins at a multiple of them.
 _VECTOR = 16
@@ -39,13 +39,13 @@ def adamw(
         taken = {index for launch in launches for index in launch}
         own_counts = [tensors[5][index] for index in sorted(taken)]
         torch._foreach_add_(own_counts, 1)
-        # To the kernel a whole number would be of another type.
+        # The kernel would be compiled again for an int.
         rate = float(group["lr"]) if _is_on_host(group["lr"]) else group["lr"]
         options = group["betas"], float(group["eps"]), float(group["weight_decay"]), group["maximize"]
         for launch in launches:
             own = [[tensors[kind][index] for index in launch] for kind in (0, 1, 2, 3, 5)]
             kernels.training.adamw(*own, rate, scale, skip, *options)
-            # As an operator of torch would: a backward that still needs the weights as they were says so.
+            # As torch's operators do, so that a backward that still needs the old weights raises an error.
             torch.autograd.graph.increment_version([*own[0], *own[2], *own[3]])
         if skip is not None:
             torch._foreach_sub_(own_counts, [skip] * len(own_counts))
@@ -96,13 +96,13 @@ def _is_on_host(rate: Tensor | float) -> bool:
 
 
 def _fits(param: Tensor, *state: Tensor) -> bool:
-    """Whether the kernel takes a parameter: no small one, or one of several dtypes, which torch's takes none of."""
+    """Whether the kernel takes a parameter: a large one, or one of several dtypes, which torch's kernel refuses."""
     # Most parameters of a model are small, and the host looks at all of them in every step.
     if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, *state):
         return False
     if not size:
         return False
-    # Not a tensor that is in parts, or made of others.
+    # No sharded tensor, and no tensor that is made of others.
     plain = type(param) in (Tensor, nn.Parameter) and all(type(each) is Tensor for each in state)
     dense = param.is_contiguous() or (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
     stride, shape = param.stride(), param.shape
@@ -161,7 +161,7 @@ def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[T
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiply in place by a scalar on the device, in float32. The kernel reads and writes nothing where it is one."""
+    """Multiply in place by a scalar on the device, in float32. For a factor of 1 the kernel does nothing."""
     if kernels_run(x) and x.is_contiguous():
         kernels.training.scale_(x, factor)
     else:

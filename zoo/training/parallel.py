@@ -96,7 +96,7 @@ def parallelize(
         if splits is None:
             parallelize_module(model, tensor_parallel, dict(plan or {}))
         else:
-            split_blocks(model, splits, tensor_parallel, plain=not shards)
+            split_blocks(model, splits, tensor_parallel, keep_frozen=not shards)
     if "dp_shard" in names:
         for parameter in model.parameters():
             # FSDP2 takes no weights in channels_last; contiguous() would keep the strides of a 1x1 convolution's.

@@ -67,10 +67,10 @@ def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
     return splits
 
 
-def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMesh, *, plain: bool) -> None:
+def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMesh, *, keep_frozen: bool) -> None:
     """Split the blocks over a mesh in place: parameters become DTensors, which optimizers and checkpoints know.
 
-    With ``plain`` those that do not learn are tensors, which cost the host less and FSDP2 does not take.
+    With ``keep_frozen`` those that do not learn stay tensors: faster on the host, but refused by FSDP2.
     """
     ways = mesh.size()
     shared: dict[Any, Shared | None] = {}
@@ -79,9 +79,9 @@ def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMes
             if hasattr(block, name):
                 setattr(block, name, getattr(block, name) // ways)
         for name, parts in columns.items():
-            _split(block.get_submodule(name), 0, mesh, plain=plain, order=_order(parts, ways))
+            _split(block.get_submodule(name), 0, mesh, keep_frozen=keep_frozen, order=_order(parts, ways))
         for layer in map(block.get_submodule, rows):
-            _split(layer, 1, mesh, plain=plain, order=None)
+            _split(layer, 1, mesh, keep_frozen=keep_frozen, order=None)
             layer.is_first = mesh.get_local_rank() == 0  # type: ignore[assignment]
             layer.shared = _shared_memory(layer.weight, mesh, shared)  # type: ignore[assignment]
         for norm in (getattr(block, "q_norm", None), getattr(block, "k_norm", None)):
@@ -141,17 +141,17 @@ class HeadNorm(RMSNorm):
 
 
 def _alike(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that all processes have alike and compute different parts with: their gradients are added up."""
+    """A tensor that is equal in all processes; each computes another part with it, and the gradients are added up."""
     if not torch.is_grad_enabled():
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, plain: bool, order: Tensor | None) -> None:
+def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, keep_frozen: bool, order: Tensor | None) -> None:
     """Split a linear layer's weight along a dimension; its bias too along the first, or the bias is whole.
 
-    A shard must be consecutive: rows are put in ``order`` before. A state dict has them as they were, in which order
-    any number of processes reads it.
+    A shard must be consecutive, so rows are first put in ``order``. A state dict has them in the original order, which
+    any number of processes can read.
     """
     placements = {"weight": Shard(dim), "bias": Replicate() if dim else Shard(0)}
     layer.row_order, layer.placements = order, placements  # type: ignore[assignment]
@@ -159,7 +159,7 @@ def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, plain: bool, order: 
         learns = parameter.requires_grad
         whole = parameter.detach() if order is None else reorder(parameter.detach(), order)
         part: Any = distribute_tensor(whole, mesh, [placements[name]], src_data_rank=None)
-        if plain and not learns:
+        if keep_frozen and not learns:
             part = part.to_local().clone()  # or it would be a view, and the whole stay in memory
         layer.register_parameter(name, nn.Parameter(part, requires_grad=learns))
     layer.register_state_dict_post_hook(_to_file)

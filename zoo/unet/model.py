@@ -174,21 +174,21 @@ class UNet(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights; pipelines ask for it."""
+        """The weights' dtype, which pipelines read."""
         return self.conv_in.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of the weights; pipelines ask for it."""
+        """The weights' device, which pipelines read."""
         return self.conv_in.weight.device
 
     @property
     def add_embedding(self) -> Embedding | None:
-        """What embeds the pooled condition and sizes; pipelines ask for its width."""
+        """The embedding of the pooled condition and sizes; pipelines read its width."""
         return self.conditions.add_embedding
 
     def load_lora_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused by a NotImplementedError; ``pipe.load_lora_weights`` calls it."""
+        """Raise NotImplementedError; ``pipe.load_lora_weights`` calls it."""
         raise NotImplementedError(
             "LoRA weights are merged when a UNet is converted: put diffusers' back by "
             "pipe.unet = zoo.to_upstream(pipe.unet), load them, then convert it with zoo.from_upstream"
