@@ -1,7 +1,7 @@
 """Which way to run a model pays off for N calls: ``zoo advise mine.py:make --calls 10000``.
 
 Each arm has a process and compiler caches of its own. One compiles at a time; then all take turns in shuffled rounds.
-Eager has a turn between rounds: two in a row tell the noise, and all times are held against those before and after.
+Eager has a turn between rounds: two in a row show the noise, and all times are relative to those before and after.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 import zoo
 from zoo.registry import did_you_mean
 
-# The lines that make an arm of ``model``: they are run as they are printed.
+# The lines that turn ``model`` into an arm, as they are run and printed.
 CODE = {
     "eager": "",
     "full": "model = torch.compile(model)",
@@ -47,7 +47,7 @@ CODE = {
     "accelerate": "from accelerate.utils import compile_regions\nmodel = compile_regions(model)",
     "diffusers": "model.compile_repeated_blocks(fullgraph=True)",
 }
-UNUSABLE = 0.2  # noise above this says nothing about anything
+UNUSABLE = 0.2  # with more noise no comparison means anything
 STEP_SECONDS = 900  # what one step of an arm may take
 TURN_MS = 100
 # Fewest and most rounds, and seconds that bound their number between the two.
@@ -342,8 +342,8 @@ class Arm:
 
     name: str
     paid: float = 0.0  # seconds of the first calls on empty caches
-    warm: float | None = None  # and on filled ones
-    calls: int = 0  # how many these were
+    warm: float | None = None  # the same on filled caches
+    calls: int = 0  # number of the first calls
     ms: float = math.nan
     relative: list[float] = field(default_factory=list)
     error: float = 0.0
@@ -381,14 +381,14 @@ class Measured:
         return self.before(arm) + calls * arm.ms / 1e3
 
     def payback(self, arm: Arm) -> float:
-        """Calls after which compiling is paid back; infinite if never, or if the arm is of no use."""
+        """Calls after which compiling has paid off; infinite if never, or if the arm failed or is wrong."""
         saved = self.arms[0].ms - arm.ms
         if arm.failure or not arm.right or saved <= 0 or self.times(arm, self.arms[0]) is None:
             return math.inf
         return math.ceil(self.before(arm) * 1e3 / saved)
 
     def choose(self, calls: int) -> Arm:
-        """What takes the least time for so many calls; of arms that cannot be told apart the one ready soonest."""
+        """The arm that takes the least time for so many calls; among measurably equal ones the one ready first."""
         best = self.arms[0]
         for arm in sorted((arm for arm in self.arms if math.isfinite(self.payback(arm))), key=self.before):
             if (self.times(arm, best) or 0.0) > 1 and self.total(arm, calls) < self.total(best, calls):
@@ -420,7 +420,7 @@ def gain(seconds: float | None, ms: float, times: float | None, over: str) -> st
 
 
 def unusable(noise: float) -> str:
-    """What is said instead of a verdict where two measurements of one arm differ by more than ``UNUSABLE``."""
+    """The message that replaces a verdict where two measurements of one arm differ by more than ``UNUSABLE``."""
     return f"The noise, {noise:.0%}, makes this measurement unusable: measure again on an idle machine."
 
 
@@ -510,7 +510,7 @@ class Measurement:
         kinds = ["full", "regional"] if facts["regional"] else ["full"]
         names = [name for kind in kinds for name in (kind, f"{kind} + CUDA graph")[: 1 + cuda]]
         self.found.arms += map(Arm, [*names, *filter(None, [facts["helper"]])])
-        # Those that memory holds beside eager live side by side.
+        # Arms that fit into memory together with eager run side by side.
         size, others = max(1, facts["fit"]), self.found.arms[1:]
         for first in range(0, len(others), size):
             self._group(others[first : first + size])
@@ -607,8 +607,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the options of ``zoo advise``."""
     parser.add_argument("name", help="file.py:function or module:function that returns (model, inputs), or a preset")
     parser.add_argument("--calls", type=int, required=True, help="number of calls in one process")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="left out: cuda if there is a GPU")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="left out: the model's own")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's own")
     parser.add_argument("--thorough", action="store_true", help="up to 100 rounds, and compile times on warm caches")
     parser.set_defaults(command=run)
 

@@ -24,7 +24,7 @@ _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
 _WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin")
 
-# The extra of this package that brings a library, where it has another name.
+# The extra of this package that installs a library, where their names differ.
 _EXTRAS = {"huggingface_hub": "hf", "torch_geometric": "gnn", "torchvision": "vision", "transformers": "hf"}
 
 
@@ -86,7 +86,7 @@ def reading(file: Path, remedy: str) -> Iterator[None]:
     except (EOFError, OSError, RuntimeError, SafetensorError) as error:
         if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
             raise
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks past the end of what is cut off
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks past the end of a truncated file
             raise
         said = (str(error) or type(error).__name__).partition(". ")[0]
         raise ValueError(f"{file} is cut off or damaged ({said}){remedy}") from error

@@ -244,7 +244,7 @@ def fill(
     model: nn.Module, tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], *,
     device: torch.device | str, dtype: torch.dtype | None, source: str,
 ) -> None:  # fmt: skip
-    """Give a model on the meta device its weights, so that only one tensor at a time is in memory twice.
+    """Load weights into a model on the meta device, so that only one tensor at a time is in memory twice.
 
     ``placements`` say where each key of a checkpoint goes; ``dtype`` is that of floating-point weights, None as they
     are stored; ``source`` is named in errors. A tensor that is missing, left over, of another shape or of integers is a
@@ -377,5 +377,5 @@ def _finite(tensor: Tensor) -> bool:
     if tensor.is_meta or tensor.numel() == 0:
         return True
     if tensor.element_size() == 1:
-        tensor = tensor.bfloat16()  # aminmax takes no float8, and bfloat16 holds all of it
+        tensor = tensor.bfloat16()  # aminmax takes no float8, and bfloat16 represents all of its values
     return all(extreme.isfinite() for extreme in tensor.detach().aminmax())

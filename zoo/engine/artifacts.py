@@ -80,7 +80,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
     _check_key(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = SavedRegions(path)
-    partial = _beside(path)
+    partial = _temporary(path)
     partial.mkdir()
     try:
         sources: set[str] = set()
@@ -114,7 +114,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
         index: dict[str, Any] = {
             "fingerprint": _fingerprint(model),
             "sources": {each: _hash_of_module(each) for each in sorted(sources)},
-            "choices": _choices_in_words(plan),
+            "choices": _choices_as_json(plan),
             "entries": saved.entries,
             "files": {name: _written(data) for name, data in others.items()},
             "skipped": saved.skipped,
@@ -129,7 +129,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
 
 
 def check_target(path: Path) -> None:
-    """ValueError if something else than compiled regions lies where they are to be written."""
+    """ValueError if the folder to write to holds something other than compiled regions."""
     if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
 
@@ -183,7 +183,7 @@ def load_compiled(
     if plan is None and not (strict and problems):
         try:
             choices = _choices(index["choices"], model) if index else Choices()
-        except (KeyError, TypeError) as error:  # objects that JSON has no form of, another model's regions
+        except (KeyError, TypeError) as error:  # objects that JSON cannot hold, another model's regions
             name = type(model).__name__
             raise ArtifactError(
                 f"{path} does not say how regions of a {name} are chosen; call zoo.compile_regions(model, ...) first"
@@ -242,7 +242,7 @@ class _Graph:
         state = self.origin.state
         mode = "inference_mode" if state["inference_mode"] else "grad" if state["grad_mode"] else "no_grad"
         entry = {
-            "region": _in_words(own_class(self.call.module)),
+            "region": _as_json(own_class(self.call.module)),
             "first_module": self.name,
             "mode": mode + (", autocast" if any(state["autocast_state"]["enabled"]) else ""),
             "shapes": [[None if each is None else list(each) for each in of_call] for of_call in self.shapes],
@@ -266,9 +266,9 @@ def _graphs(model: nn.Module, plan: Plan) -> Iterable[_Graph]:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    """Put a whole folder in the place of another, which is there until then."""
+    """Replace a folder by another; the old one stays in place until then."""
     for attempt in range(20):
-        old = _beside(path)
+        old = _temporary(path)
         try:
             if path.exists():
                 path.rename(old)
@@ -281,13 +281,13 @@ def _replace(partial: Path, path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
 def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """What was otherwise when the folder was written, in words."""
-    # Through JSON, which knows no tuples.
+    """Descriptions of what has changed since the folder was written."""
+    # Through JSON, which turns tuples into lists.
     there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
     if there.get("model") != here["model"]:
         return [f"it is of a {there.get('model')}, and this is a {here['model']}"]
@@ -302,12 +302,12 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     return found + [f"{name} has changed" for name, known in index["sources"].items() if _hash_of_module(name) != known]
 
 
-# Fields of transformers' configs that no block computes with.
+# Fields of transformers' configs that no block reads.
 _UNREAD = {"architectures", "dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id"}
 
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What compiled code depends on beside its inputs: releases, machine, the zoo's sources, the model's config."""
+    """What compiled code depends on except its inputs: releases, machine, the zoo's sources, the model's config."""
     tensors = [*model.parameters(), *model.buffers()]
     gpus = sorted({each.device.index or 0 for each in tensors if each.is_cuda})
     config: Any = getattr(model, "config", None)
@@ -315,7 +315,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = vars(config)
     if isinstance(config, Mapping):
-        # Names with an underscore say where a library found the config.
+        # Fields with an underscore hold where a library found the config.
         read = {name for name in config if not name.startswith("_")} - _UNREAD
         config = {name: str(config[name]) for name in sorted(read)}
     try:
@@ -332,7 +332,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "threads": None if gpus else torch.get_num_threads(),
         "zoo": __version__,
         "zoo's sources": _hash_of_zoo(),
-        "model": _in_words(own_class(model)),
+        "model": _as_json(own_class(model)),
         "config": config if isinstance(config, dict | None) else str(config),
         "weights": _kinds_of_weights(model),
         "dtypes": sorted({str(each.dtype) for each in tensors}),
@@ -357,13 +357,13 @@ def _hash_of_zoo() -> str:
 
 
 def _hash_of_module(name: str) -> str | None:
-    """Of a module's source file, as far as it is imported: what is not, no class of the model is of."""
+    """The hash of an imported module's source file; None for one that is not imported, which no class comes from."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).exists() else None
 
 
 def _modules_of(files: set[str]) -> set[str]:
-    """Modules by the source files of the code that was traced, without those of a release that is compared by name."""
+    """Modules of the source files of traced code, without packages that the fingerprint names by release."""
     return {
         name
         for name, module in list(sys.modules.items())
@@ -376,7 +376,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     calls: dict[str, list[RegionCall]] = {}
     for module in compiled_plan(model).modules_of(model).values():
         if (call := region_call(module)) is not None:
-            calls.setdefault(_in_words(own_class(module)), []).append(call)
+            calls.setdefault(_as_json(own_class(module)), []).append(call)
     for name, written in index["files"].items():
         data = _checked(path / Path(name).name, written, problems)
         if data is not None and name == _KERNELS:
@@ -399,7 +399,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             for call in served:
                 for shapes in saved.shapes:
                     call.add_entry(shapes, check, code, its_globals, origin)
-        except Exception as error:  # whatever a module that has changed under it raises
+        except Exception as error:  # a changed module may raise anything
             problems.append(f"{entry['file']} cannot be loaded: {type(error).__name__}: {error}")
     return problems
 
@@ -426,26 +426,26 @@ def _sign(index: Mapping[str, Any], key: bytes | str) -> str:
     return hmac.new(key.encode() if isinstance(key, str) else key, signed.encode(), "sha256").hexdigest()
 
 
-def _choices_in_words(plan: Plan) -> dict[str, Any] | None:
-    """The arguments of ``compile_regions``; None if one is an object that JSON has no form of."""
-    words = {name: _in_words(value) for name, value in vars(plan.choices).items()}
+def _choices_as_json(plan: Plan) -> dict[str, Any] | None:
+    """The arguments of ``compile_regions``; None if JSON cannot hold one."""
+    words = {name: _as_json(value) for name, value in vars(plan.choices).items()}
     try:
         return words if json.loads(json.dumps(words)) == words else None
     except TypeError:
         return None
 
 
-def _in_words(value: Any) -> Any:
-    """A class by its name, a region as its fields, also inside of a sequence."""
+def _as_json(value: Any) -> Any:
+    """A class as its name, a region as its fields, also in a sequence."""
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Region):
-        return {name: _in_words(each) for name, each in vars(value).items() if each is not None and name != "why"}
-    return [_in_words(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _as_json(each) for name, each in vars(value).items() if each is not None and name != "why"}
+    return [_as_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _choices(words: Mapping[str, Any], model: nn.Module) -> Choices:
-    classes = {_in_words(type(each)): type(each) for each in model.modules()}
+    classes = {_as_json(type(each)): type(each) for each in model.modules()}
 
     def region(word: Any) -> Any:
         return Region(**{**word, "cls": classes[word["cls"]]}) if isinstance(word, Mapping) else classes.get(word, word)

@@ -29,7 +29,7 @@ from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
 from zoo.engine.signature import check_model, without_ddp
-from zoo.engine.signature import mode as mode_in_words
+from zoo.engine.signature import mode as mode_text
 
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 # A warning names a region that compiled for so many shapes of its inputs.
@@ -323,7 +323,7 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
         RegionCost(group[0].region.__name__, sum(e.graphs for e in group), sum(e.seconds for e in group), group[0].name)
         for group in alike.values()
     ]
-    return WarmUp(tuple(costs), time.perf_counter() - started, mode_in_words(model))
+    return WarmUp(tuple(costs), time.perf_counter() - started, mode_text(model))
 
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:

@@ -40,12 +40,12 @@ _IDENTITY = {
     *("ID_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH", "CLASS_MATCH", "NAME_MATCH"),
 }
 _CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "BOOL_FALSE", "BOOL_TRUE"}
-# Their code says all of it, beside types by their address.
-_IN_WORDS = {
+# Guards whose code is complete but for types, which it names by their address.
+_BY_CODE = {
     *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "OBJECT_ALIASING"),
 }
 # The same, but Dynamo leaves out of the next guard what it has asked in one.
-_SAID_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
+_BY_CODE_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # Parts of code, whose source files are compared instead.
@@ -53,7 +53,7 @@ _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
 
 
 class UnsavableError(ValueError):
-    """Something of a compiled region cannot be written to a file; the message names it."""
+    """A part of a compiled region cannot be written to a file; the message names it."""
 
 
 @dataclass
@@ -104,7 +104,7 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
 
 
 class _Pickler(pickle.Pickler):
-    """Writes modules and kernels by name, and functions of a direct graph by how they were made."""
+    """Writes modules and kernels by name, and functions of a direct graph by their recipes."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, types.FunctionType) and hasattr(value, "recipe"):
@@ -155,7 +155,7 @@ def _by_inductor(traced: Traced) -> _ByInductor:
         try:
             try:
                 compiled = traced.by_inductor(traced.graph, inputs)
-            except TensorifyScalarRestartAnalysis:  # by which it notes the floats that the graph does without
+            except TensorifyScalarRestartAnalysis:  # raised after it notes the floats that the graph does not need
                 compiled = traced.by_inductor(traced.graph, inputs)
             compiled = Serializable(compiled)
             return _ByInductor(Serializable.serialize_compile_artifacts(compiled), libraries)
@@ -225,7 +225,7 @@ class Check:
 
 
 class LoadedCheck:
-    """A check at work, in the place of Dynamo's guards.
+    """A loaded check, which replaces Dynamo's guards.
 
     ``space`` are the globals of the code that was compiled; ``noted`` is called once, when a call first passes.
     """
@@ -257,7 +257,7 @@ class LoadedCheck:
         return bool(of_state.check() and (not tensors or of_tensors.check(*tensors)))
 
     def _begin(self, tensors: tuple[Any, ...]) -> bool:
-        """Compare with what was saved, and from then on with what was found: that is done in C++."""
+        """Compare torch's state with the saved one, and later with a guard in C++ on the state found here."""
         if torch_state() != self._saved.state or list(map(TensorKind.of, tensors)) != self._saved.tensors:
             return False
         guards = torch._C._dynamo.guards
@@ -268,14 +268,14 @@ class LoadedCheck:
 
 
 def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
-    """The guards of a compilation, of code whose globals are ``space``; an error if another process cannot ask."""
+    """The guards of code whose globals are ``space``; UnsavableError if another process cannot check one."""
     writer = _Writer(space)
     tensors: dict[str, TensorKind] = {}
     for guard in traced.guards:
         kind, value = guard.kind, guard.value
         if kind in _OF_STATE or any(part in guard.name for part in _CODE) or _is_library(guard, space):
             continue
-        if kind == "SHAPE_ENV":  # what the code asked of numbers that are symbols
+        if kind == "SHAPE_ENV":  # conditions on symbols
             for code in guard.code:
                 writer.ask_of_numbers(code)
         elif kind == "TENSOR_MATCH":
@@ -296,12 +296,12 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
             if isinstance(value, type):  # in place of a value that may hold tensors
                 raise UnsavableError(f"{guard.name} is a {value.__name__} that the code reads")
             name = writer.text(guard.name)
-            nan = isinstance(value, float) and math.isnan(value)  # which Dynamo takes for equal to itself
+            nan = isinstance(value, float) and math.isnan(value)  # Dynamo treats NaN as equal to itself
             same = f"!= {name}" if nan else f"== {writer.constant(value)}"
             writer.ask(f"type({name}) is {writer.constant(type(value))} and {name} {same}")
         elif kind == "NOT_PRESENT_IN_GENERIC_DICT":
             writer.ask(f"{guard.attribute!r} not in {writer.text(guard.name)}.__dict__")
-        elif kind in _SAID_ONCE or (kind in _IN_WORDS and guard.code):
+        elif kind in _BY_CODE_ONCE or (kind in _BY_CODE and guard.code):
             for code in guard.code:
                 if not code.startswith("___check_type_id"):
                     writer.ask(writer.text(code))
@@ -312,7 +312,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
 
 
 class SameCode:
-    """Compares functions that no module has under their name by their code, in whichever process it was compiled."""
+    """Compares functions that no module holds by name, by their code, which may come from another process."""
 
     def __init__(self, code: types.CodeType) -> None:
         self._code = code
@@ -323,7 +323,7 @@ class SameCode:
         if code is not self._code:
             if code != self._code:
                 return False
-            self._code = code  # comparing what is in it takes longer
+            self._code = code  # so that the next comparison is by identity
         return True
 
 
@@ -336,7 +336,7 @@ def _has_name(function: types.FunctionType) -> bool:
 
 
 def _is_library(guard: Guard, space: Mapping[str, Any]) -> bool:
-    """Whether a guard looks at code of torch, of Python or of the zoo: nobody replaces it, or its hash would differ."""
+    """Whether a guard checks code of torch, Python or the zoo, which is fixed, or checked by its hash."""
     if not guard.name.startswith("G["):
         return False
     root = space.get(guard.name.split("'")[1])
@@ -365,7 +365,7 @@ class _Writer(ast.NodeTransformer):
 
     def constant(self, value: Any) -> str:
         """An expression of a value."""
-        plain = type(value) in (bool, int, str, type(None))  # and no enum, which may be a string as well
+        plain = type(value) in (bool, int, str, type(None))  # an enum may be a string too
         if plain or (type(value) is float and abs(value) < 1e300):
             return repr(value)
         self.constants.append(value)

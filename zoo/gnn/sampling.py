@@ -39,7 +39,7 @@ class Bucket(NamedTuple):
 
     @property
     def edges(self) -> int:
-        """E."""
+        """Number of edges E."""
         return self.layers[0][1]
 
     def holds(self, other: Bucket) -> bool:
@@ -83,7 +83,7 @@ class Subgraph(NamedTuple):
     seeds: Tensor  # [B] int64, the nodes to learn from; fewer at the end of an epoch
     counts: Tensor  # how many edges go into each node, for all nodes but those of the last hop
     source: Tensor  # [e] int32, the source of each edge in the numbers of ``nodes``; edges are sorted by destination
-    sizes: Bucket  # its own
+    sizes: Bucket  # before padding
 
     @property
     def edge_index(self) -> Tensor:

@@ -368,7 +368,7 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.layers[0].shape[1]
 
     @property

@@ -41,7 +41,7 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
             f"{lost} parameters of {type(step.optimizer).__name__} are not of the model and would not be saved: give "
             "what holds them, as in step.save(folder, loss=loss)"
         )
-    # Two files cannot be replaced at once: each says which save it is of.
+    # Two files cannot be replaced at once, so each holds the id of its save.
     pair = secrets.token_hex(8)
     random = {"cpu": torch.get_rng_state()}
     if step.device.type == "cuda":
@@ -108,7 +108,7 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
 
 
 def distributed_state(step: Any) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint`` saves, and reads into: tensors by the names of parameters."""
+    """What ``torch.distributed.checkpoint`` saves and loads into: tensors by the names of parameters."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from zoo.training.tensor_parallel import reorder_optimizer
@@ -119,7 +119,7 @@ def distributed_state(step: Any) -> dict[str, Any]:
 
 
 def load_distributed_state(step: Any, saved: Mapping[str, Any]) -> None:
-    """Take what ``distributed_state`` gave."""
+    """Load a state of ``distributed_state``."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     from zoo.training.tensor_parallel import reorder_optimizer
@@ -141,7 +141,7 @@ def _parameters_of(step: Any) -> list[tuple[str, int]]:
 def _check_order(step: Any, rest: Mapping[str, Any], file: Path) -> None:
     """ValueError if states would go to other parameters: fused optimizers would write past their memory."""
     now = _parameters_of(step)
-    # Older files do not say.
+    # Older files do not have it.
     for number, (was, given) in enumerate(zip(rest.get("parameters", now), now, strict=False)):
         if tuple(was) != given:
             raise ValueError(
@@ -166,7 +166,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
         missing = {option for group in optimizer.param_groups for option in options if option not in group}
         if missing:
             raise ValueError(f"its groups have no {', '.join(sorted(missing))}")
-    except Exception as error:  # optimizers raise anything on another's state
+    except Exception as error:  # an optimizer may raise anything on another's state
         vars(optimizer).update(before)
         name = type(optimizer).__name__
         raise ValueError(f"{file} was saved from another optimizer than this {name}: {error}") from error

@@ -233,7 +233,7 @@ class TrainingStep:
         return self._graphed.get(kind, self._run)(*batches)
 
     def _capture(self, batches: tuple[Any, ...], kind: Any) -> str | None:
-        """Capture a shape, or say why it cannot be."""
+        """Capture a shape, or return why that is impossible."""
         # A state that was loaded since the last check may have brought another learning rate.
         if self._options is None and (obstacles := self._obstacles()):
             self._refuse_if_forced(obstacles)
@@ -293,7 +293,7 @@ class TrainingStep:
                 part = loss.float().reshape(())
                 if len(batches) > 1:
                     part = part / len(batches)
-                # A copy: a CUDA graph of the compiler's writes its next loss where this one lies.
+                # A copy, since a CUDA graph of the compiler overwrites this loss with the next one.
                 total = part.detach().clone() if total is None else total + part.detach()
                 if self.scaler is not None:
                     # The scaler judges gradients, and those of an infinite loss may be finite: make them NaN.
@@ -306,7 +306,7 @@ class TrainingStep:
         finally:
             self._clear_gradients()
             if self.scaler is not None:
-                # After a step that an error cut off, the next one may unscale again.
+                # An error may have ended the last step before its update: let the next one unscale again.
                 self.scaler._per_optimizer_states.clear()
         return total
 
@@ -323,7 +323,7 @@ class TrainingStep:
     def _update(self) -> None:
         """Let the optimizer step, unless the loss was not finite."""
         if not self._skips or not self._updated:
-            # Also at the first update, which compiles, so that waiting costs nothing.
+            # Also at the first update, where compiling hides the wait.
             self._watch.check()
         if self.scaler is not None:
             first = not (is_captured(self.device) or self._updated or self.optimizer.state)
@@ -345,7 +345,7 @@ class TrainingStep:
 
     def _clear_gradients(self) -> None:
         """Free gradients: between steps they would take memory, and those of a capture hold old values."""
-        # The zero_grad() of a model looks for its parameters anew, and that of an optimizer reports to the profiler.
+        # A model's zero_grad() walks its modules again, and an optimizer's reports to the profiler.
         for param in (*self._parameters, *state.parameters_of(self.optimizer)):
             param.grad = None
 
@@ -465,13 +465,13 @@ class FiniteWatch:
     def __init__(self, device: torch.device, *, goes_on: bool = False) -> None:
         self._goes_on = goes_on
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # steps seen
-        # Number and loss of the first bad step; of the last step while none was bad.
+        # Number and loss of the first bad step, or of the last step if none was bad.
         self._step = torch.zeros_like(self.count)
         self._loss = torch.zeros((), device=device)
         self.skip = torch.zeros((), device=device)
 
     def see(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Count a step and judge its loss, float32, and its gradients' norm, if it is there. The host never waits."""
+        """Count a step and check its loss, float32, and its gradients' norm, if given. The host never waits."""
         judge_step(loss, norm, self.count, self._step, self._loss, self.skip)
 
     def check(self) -> None:

@@ -398,7 +398,7 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
 
 
 def _check_rows(text: Any, batch: int) -> None:
-    """What a product of the text would hide: rows that are not the sample's."""
+    """Refuse a text with another number of rows than the sample, which a product would hide."""
     if isinstance(text, Tensor) and text.dim() == 3 and len(text) != batch:
         raise ValueError(
             f"encoder_hidden_states has shape {list(text.shape)}, expected [{batch}, L, D], a row for each row of the "
