@@ -31,7 +31,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """The nearest known word, else all of them: ``did you mean 'cora'?``."""
     known = sorted(known)
     near = difflib.get_close_matches(wrong, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there is: {', '.join(known) or 'nothing'}"
+    return f"did you mean {near[0]!r}?" if near else f"available: {', '.join(known) or 'nothing'}"
 
 
 def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:

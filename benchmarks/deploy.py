@@ -58,7 +58,7 @@ def main(
     dtype: Annotated[str | None, typer.Option(help="The family's default if omitted.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda by default if there is a GPU.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="Arms that match a pattern; the first runs always.")] = None,
-    processes: Annotated[int, typer.Option(help="Processes of each arm but the first, which is one.")] = 3,
+    processes: Annotated[int, typer.Option(help="Processes of each arm; the first arm has one.")] = 3,
     timeout: Annotated[float, typer.Option(help="Time limit in seconds for one process.")] = 300.0,
 ) -> int:
     """Measure how long new processes take to their first result; 1 if an arm failed."""

@@ -42,7 +42,7 @@ from benchmarks.report.cells import NOTHING, significant
 from benchmarks.report.model import machine_name
 from benchmarks.report.show import print_table
 from benchmarks.report.tables import filled, markdown
-from benchmarks.strategies import READY_BATCHES, make_optimizer, our_step, plain_step
+from benchmarks.strategies import READY_BATCHES, library_step, make_optimizer, our_step
 from benchmarks.timing import ROUND_MS, back_to_back, once
 from zoo.bert import Bert
 from zoo.llm import LLM
@@ -241,7 +241,7 @@ def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Meas
     with strategies.execution_mode(case):
         if training is not None:
             optimizer = make_optimizer(model, training, capturable=case.cuda_graph, ours=case.impl == "zoo")
-            step: Callable[[Any], torch.Tensor] = functools.partial(plain_step, model, training, optimizer)
+            step: Callable[[Any], torch.Tensor] = functools.partial(library_step, model, training, optimizer)
             if case.impl == "zoo":
                 step = our_step(model, training, optimizer, cuda_graph=case.cuda_graph)
             losses = [float(step(training.batch(group.part(index)))) for index in range(training.checked)]

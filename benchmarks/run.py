@@ -56,7 +56,7 @@ def main(
         if list_:
             console.print("families: " + ", ".join(_families()))
             return 0
-        raise UsageError(f"--family is missing; there is: {', '.join(_families())}")
+        raise UsageError(f"--family is missing; available: {', '.join(_families())}")
     if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_GROUP:  # more would have the next group's numbers
         raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_GROUP}")
     if curve < 0 or (curve and workload != "train"):
@@ -72,7 +72,7 @@ def main(
     dtypes = pick("--dtype", dtype or [], DTYPES) or [supported[0]]
     for name in dtypes:
         if name not in supported:
-            raise UsageError(f"--dtype: {family} does not run {name} on {on}; there is: {', '.join(supported)}")
+            raise UsageError(f"--dtype: {family} does not run {name} on {on}; available: {', '.join(supported)}")
     bases = [
         Case(family=loaded.family, model=m, input=i, workload=workload, dtype=d, device=on)
         for d in dtypes

@@ -201,7 +201,7 @@ class Trainer:
         if self._case.impl == "zoo":
             step = our_step(call, self.training, self._optimizer, cuda_graph=False)
             return lambda: step(next(self._batches))
-        return lambda: plain_step(call, self.training, self._optimizer, next(self._batches))
+        return lambda: library_step(call, self.training, self._optimizer, next(self._batches))
 
 
 def our_step(
@@ -213,7 +213,7 @@ def our_step(
     return TrainingStep(call, training.loss, optimizer, autocast=training.autocast, **graphs)
 
 
-def plain_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
+def library_step(call: Callable[..., Any], training: Training, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
     """A step as the libraries' documentation shows it."""
     optimizer.zero_grad(set_to_none=True)
     device = next(p for group in optimizer.param_groups for p in group["params"]).device.type
@@ -250,7 +250,7 @@ def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = 
     losses = []
     with torch.enable_grad():
         for index in range(training.checked):
-            losses.append(plain_step(model, exact, optimizer, pytree.tree_map(convert, training.batch(index))))
+            losses.append(library_step(model, exact, optimizer, pytree.tree_map(convert, training.batch(index))))
     return torch.stack(losses)
 
 

@@ -23,7 +23,7 @@ GRAPHS: dict[str, tuple[list[list[int]], tuple[int, int]]] = {
 }
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -32,7 +32,7 @@ def edge_sum(
     row_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum over incoming edges of x [S, C] or [S, H, C], times a weight [E] or [E, H] and a row_scale [D]."""
-    dtype = wide(x.dtype)
+    dtype = accumulation_dtype(x.dtype)
     messages = x.index_select(0, source).to(dtype)
     if weight is not None:
         messages = messages * _as_wide_as(weight.to(dtype), messages)
@@ -51,7 +51,7 @@ def edge_max(x: Tensor, source: Tensor, destination: Tensor, rows: int) -> Tenso
 
 def edge_softmax(scores: Tensor, destination: Tensor, rows: int) -> Tensor:
     """Softmax over the incoming edges of each destination. scores [E, H] -> [E, H], at least float32."""
-    scores = scores.to(wide(scores.dtype))
+    scores = scores.to(accumulation_dtype(scores.dtype))
     zeros = scores.new_zeros(rows, scores.shape[1])
     index = destination.long().unsqueeze(-1).expand_as(scores)
     # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.

@@ -28,7 +28,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     kernel_checks.close(found, expected, dtype, RELATIVE[dtype])
 
 
-def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+def in_float64(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
@@ -41,7 +41,7 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     normed = rms_norm(exact, norm.double(), 1e-5)
     for given in (None, bias):
         found = products.linear(x, weight, norm, 1e-5, given)
-        close(found, F.linear(normed, exact_weight, *wide(given)), dtype)
+        close(found, F.linear(normed, exact_weight, *in_float64(given)), dtype)
     close(products.linear(x, weight, residual=residual), residual.double() + F.linear(exact, exact_weight), dtype)
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
     close(products.linear(x, pair, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
@@ -61,7 +61,7 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
     ours, theirs = cache.clone(), cache.double()
     found = decode_attention(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads, window)
     expected = decode_attention(
-        qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads, window
+        qkv.double(), theirs, positions, rotary.double(), *in_float64(q_norm, k_norm), 1e-6, heads, window
     )
     close(found, expected, dtype)
     close(ours, theirs, dtype)
@@ -88,7 +88,7 @@ def test_rotation_into_the_cache(heads, key_heads, width, norms, same, dtype):
     q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
     ours, theirs = cache.clone(), cache.double()
     found = rotate_into(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads)
-    expected = rotate_into(qkv.double(), theirs, positions, rotary.double(), *wide(q_norm, k_norm), 1e-6, heads)
+    expected = rotate_into(qkv.double(), theirs, positions, rotary.double(), *in_float64(q_norm, k_norm), 1e-6, heads)
     close(found, expected, dtype)
     close(ours, theirs, dtype)
     row = torch.arange(2, device=DEVICE)[:, None]

@@ -54,19 +54,19 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, s
     return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype).requires_grad_()
 
 
-def calls(rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> dict[str, Call]:
+def calls(rows: int, columns: int, dtype: torch.dtype, affine: torch.dtype) -> dict[str, Call]:
     """Each operator and its arguments: rows in one dtype, parameters in another where the operator takes two."""
     # Sums without an error, so that float64 norms what we norm.
     x, added, stream = (
-        (values(rows, columns).detach() * 4).round().div(4).to(kind).requires_grad_() for kind in (dtype, dtype, wide)
+        (values(rows, columns).detach() * 4).round().div(4).to(kind).requires_grad_() for kind in (dtype, dtype, affine)
     )
-    weight, bias, shift = (values(columns, dtype=wide, mean=mean) for mean in (1.0, 0.0, 0.0))
+    weight, bias, shift = (values(columns, dtype=affine, mean=mean) for mean in (1.0, 0.0, 0.0))
     # Much larger than what is normed, which is not to be told from the sum that is returned.
-    large = values(columns, dtype=wide, mean=300.0)
+    large = values(columns, dtype=affine, mean=300.0)
     own, gates = values(columns, dtype=dtype, mean=1.0), values(rows, 2 * columns, dtype=dtype, scale=2.0)
-    low = None if dtype == wide else dtype
+    low = None if dtype == affine else dtype
     return {
-        "gated GELU": (gated_gelu, [gates, values(2 * columns, dtype=wide)]),
+        "gated GELU": (gated_gelu, [gates, values(2 * columns, dtype=affine)]),
         "SwiGLU": (swiglu, [gates]),
         "GELU": (lambda x, bias: bias_gelu(x, bias, False), [x, bias]),
         "GELU by tanh": (lambda x, bias: bias_gelu(x, bias, True), [x, bias]),
@@ -117,9 +117,9 @@ def check(call: Call, alone: bool = True, times: float = 2.0) -> None:
 
 @pytest.mark.usefixtures("small_programs")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("rows", "columns", "dtype", "wide"), CASES)
-def test_outputs_and_gradients(name: str, rows: int, columns: int, dtype: torch.dtype, wide: torch.dtype) -> None:
-    check(calls(rows, columns, dtype, wide)[name], alone=rows == 9)
+@pytest.mark.parametrize(("rows", "columns", "dtype", "affine"), CASES)
+def test_outputs_and_gradients(name: str, rows: int, columns: int, dtype: torch.dtype, affine: torch.dtype) -> None:
+    check(calls(rows, columns, dtype, affine)[name], alone=rows == 9)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,9 +193,9 @@ def test_equal_rows_have_no_variance_and_what_does_not_fit_is_left_to_torch() ->
     torch.testing.assert_close(out, F.layer_norm(x + row, (8,), weight, weight, 1e-6))
     with pytest.raises(RuntimeError):
         add_layer_norm(x, values(2, 8), None, weight, weight, 1e-6)
-    wide = values(1, WIDEST_NORM + 1)
-    out, _ = add_layer_norm(wide, wide, None, wide[0], wide[0], 1e-6)
-    assert out.shape == wide.shape and "AddLayerNorm" not in type(out.grad_fn).__name__
+    long_row = values(1, WIDEST_NORM + 1)
+    out, _ = add_layer_norm(long_row, long_row, None, long_row[0], long_row[0], 1e-6)
+    assert out.shape == long_row.shape and "AddLayerNorm" not in type(out.grad_fn).__name__
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

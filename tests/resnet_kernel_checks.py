@@ -46,7 +46,7 @@ def norm(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return mean, variance, weight, bias
 
 
-def plain(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
+def reference(x: Tensor, given: tuple[Tensor, ...], of_batch: bool) -> Tensor:
     mean, variance, weight, bias = (tensor.double() for tensor in given)
     if of_batch:
         return F.batch_norm(x.double(), None, None, weight, bias, True, 0.0, EPS)
@@ -65,11 +65,11 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     # Weights of the same dtype, and of float32 as under autocast.
     for kind in {dtype, torch.float32}:
         given, other = norm(channels, kind), norm(channels, kind)
-        own = plain(x, given, False)
+        own = reference(x, given, False)
         close(norm_act(x, as_norm(given)), own.relu(), dtype)
         close(norm_act(x, as_norm(given), more), (own + more.double()).relu(), dtype)
         found = norm_act(x, as_norm(given), more, as_norm(other))
-        close(found, (own + plain(more, other, False)).relu(), dtype, times=2)
+        close(found, (own + reference(more, other, False)).relu(), dtype, times=2)
     bias = values(channels, dtype=dtype)
     close(bias_act(x, bias), (x.double() + bias.double()).relu(), dtype)
     close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
@@ -77,12 +77,12 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
 
 def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:
     x, more, given = values(20, 11).t(), values(11, 40)[:, ::2], norm(20)
-    expected = (plain(x, given, False) + more.double()).relu()
+    expected = (reference(x, given, False) + more.double()).relu()
     close(norm_act(x, as_norm(given), more), expected, torch.float32)
     x, more = values(2, 20, 3, 5), values(2, 20, 3, 5).contiguous(memory_format=torch.channels_last)
     found = norm_act(x, as_norm(given), more)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    close(found.contiguous(), (plain(x, given, False) + more.double()).relu(), torch.float32)
+    close(found.contiguous(), (reference(x, given, False) + more.double()).relu(), torch.float32)
     given = norm(5)
     assert norm_act(values(0, 5), as_norm(given)).shape == (0, 5)
     x, wide = values(3, 5, dtype=torch.bfloat16), values(3, 5)
@@ -177,11 +177,11 @@ def test_gradients(rows: int, channels: int, dtype: torch.dtype, of_batch: bool)
             )  # fmt: skip
             found = torch.autograd.grad(out, mine, grad, allow_unused=True)
             exact = [tensor.detach().double().requires_grad_() for tensor in mine]
-            value = plain(exact[0], (*given[:2], *exact[2:4]), of_batch)
+            value = reference(exact[0], (*given[:2], *exact[2:4]), of_batch)
             if name == "residual":
                 value = value + exact[1]
             elif name == "shortcut":
-                value = value + plain(exact[1], (*other[:2], *exact[4:]), of_batch)
+                value = value + reference(exact[1], (*other[:2], *exact[4:]), of_batch)
             # Where rounding decides on which side of zero a value is, it decides for both.
             keep = value > 0 if name == "norm" else out > 0
             wanted = torch.autograd.grad(value, exact, grad.double() * keep, allow_unused=True)
@@ -281,7 +281,7 @@ def test_norm_and_bias_before_a_pool(monkeypatch, shape, dtype, lines):
     # Weights of the same dtype, and of float32 as under autocast.
     for kind in {dtype, torch.float32}:
         given = norm(shape[1], kind)
-        close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), dtype)
+        close_images(norm_act_pool(x, as_norm(given)), pooled(reference(x, given, False).relu()), dtype)
     bias = given[3].to(dtype)
     expected = pooled(F.relu(x.double() + bias.double()[:, None, None]))
     close_images(bias_act_pool(x, bias), expected, dtype)
@@ -295,7 +295,7 @@ def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
     x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
     x[1, 1, 5, 10], x[1, 1, 3, 10] = torch.inf, -torch.inf
     for found, expected in (
-        (norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu())),
+        (norm_act_pool(x, as_norm(given)), pooled(reference(x, given, False).relu())),
         (bias_act_pool(x, given[3]), pooled(x.double() + given[3].double()[:, None, None])),
     ):
         assert expected.isnan().sum() == 4 + 1 + 1 + 1
@@ -307,7 +307,7 @@ def test_norms_and_pools_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> No
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
     for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
-        close_images(norm_act_pool(x, as_norm(given)), pooled(plain(x, given, False).relu()), torch.float32)
+        close_images(norm_act_pool(x, as_norm(given)), pooled(reference(x, given, False).relu()), torch.float32)
     ran: list[str] = []
     for name in ("max_pool", "max_pool_backward"):
         kernel = getattr(kernels, name)

@@ -16,7 +16,7 @@ from benchmarks.families import Prepared, bert_arms, families, load, resnet
 from benchmarks.families.base import UNSCALED, Workload
 from benchmarks.families.patterns import PAGES, PATTERNS, pattern
 from benchmarks.plan import IMPLEMENTATIONS, Case
-from benchmarks.strategies import READY_BATCHES, Trainer, apply, plain_step, stages
+from benchmarks.strategies import READY_BATCHES, Trainer, apply, library_step, stages
 from benchmarks.worker import Handler
 from tests.workloads import call, error, first_call, output_of, prepare, tensors, training_of
 from zoo.resnet.model import PRESETS
@@ -453,7 +453,7 @@ def test_labels_can_be_learnt_from_images():
     training = resnet.training_of(PRESETS["resnet50"], 64, 32, seed=0, device="cpu", dtype=torch.float32)
     model = nn.Sequential(nn.AdaptiveAvgPool2d(resnet.SQUARES), nn.Flatten(), nn.Linear(48, 1000))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1)
-    losses = torch.stack([plain_step(model, training, optimizer, training.batch(index)) for index in range(60)])
+    losses = torch.stack([library_step(model, training, optimizer, training.batch(index)) for index in range(60)])
     assert losses[0] > 6.5 and losses[-5:].mean() < 2.0  # of 10 classes in equal shares: 2.3
     assert len(training.batch(0)["labels"].unique()) == resnet.CLASSES
     assert training.batch(0)["images"].is_contiguous(memory_format=torch.channels_last)

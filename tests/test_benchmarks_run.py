@@ -49,7 +49,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--family FAKE --mode reduce_overhead", "did you mean 'reduce-overhead'?"),
         ("--family FAKE --model god", "did you mean 'good'?"),
         ("--family FAKE --dtype float23", "did you mean"),
-        ("--family FAKE --dtype float16", "there is: float32, bfloat16"),
+        ("--family FAKE --dtype float16", "available: float32, bfloat16"),
         ("--family FAKE --device gpu", "did you mean 'cpu'?"),
         ("--family FAKE --rounds 0", "--rounds is 0"),
         ("--family FAKE --rounds 1001", "--rounds is 1001, expected 1 to 1000"),

@@ -61,7 +61,7 @@ def contiguous(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+def in_float64(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
@@ -107,7 +107,7 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         x, weight, bias = values(1, 20, *size, mean=3.0), values(20), values(20)
         assert kernels.launch_plan(1, size[0] * size[1], 20, 2)[2][0] == chunks <= kernels.CHUNKS
         found = ops.group_norm(x, None, weight, bias, 2, 1e-5, True)
-        close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True), torch.float32)
+        close(found, ops.group_norm(*in_float64(x, None, weight, bias), 2, 1e-5, True), torch.float32)
 
 
 @pytest.mark.parametrize("pixels", [1, 7, 64, 300 if DEVICE == "cpu" else 1000])
@@ -122,7 +122,7 @@ def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
         silu = pixels * size > 1
         found = ops.group_norm(*given, 2, 1e-5, silu)
         # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
-        close(found, ops.group_norm(*wide(*given), 2, 1e-5, silu), dtype, times=2)
+        close(found, ops.group_norm(*in_float64(*given), 2, 1e-5, silu), dtype, times=2)
     # Two images as one.
     halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split(size, dim=1)]
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
@@ -183,11 +183,11 @@ def test_a_mean_far_from_zero_costs_no_variance() -> None:
     x[:, :, 0, 0] = 0.0
     found = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Half a bit of the mean is a millionth of this deviation.
-    close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2)
+    close(found, ops.group_norm(*in_float64(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2)
     x[:, :, 0, 0] = 1e4
     found = ops.group_norm(x, None, weight, bias, 2, 1e-5, False)
     # Here one bit of the mean is a thousandth of the deviation.
-    close(found, ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2000)
+    close(found, ops.group_norm(*in_float64(x, None, weight, bias), 2, 1e-5, False), torch.float32, times=2000)
 
 
 @both_ways
@@ -195,7 +195,7 @@ def test_other_memory_formats_and_weights_of_another_dtype() -> None:
     # As autocast hands them over.
     x, skip = values(2, 20, 6, 7, dtype=torch.bfloat16), values(2, 10, 6, 7)
     weight, bias = values(20), values(20)
-    expected = ops.group_norm(*wide(x, None, weight, bias), 2, 1e-5, True)
+    expected = ops.group_norm(*in_float64(x, None, weight, bias), 2, 1e-5, True)
     for given in (x, x.contiguous(), x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)):
         close(ops.group_norm(given, None, weight, bias, 2, 1e-5, True), expected, torch.bfloat16)
     weight, bias = values(30), values(30)

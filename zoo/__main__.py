@@ -43,11 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     compiles.add_argument("name", help="a preset of zoo list")
     compiles.add_argument(
         "--input", action="append", default=[], metavar="SIZES",
-        help="sizes of zoo.example_inputs, as batch=8,tokens=512; again for each shape; decode=1x1024 for a token of "
-        "each row over a cache",
+        help="sizes of zoo.example_inputs, as batch=8,tokens=512; repeat it for each shape; decode=1x1024 is one token "
+        "for each row over a cache",
     )  # fmt: skip
     compiles.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    compiles.add_argument("--device", choices=("cuda", "cpu"), help="left out: cuda if there is a GPU")
+    compiles.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
     compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
     compiles.add_argument("--out", required=True, metavar="DIR")
@@ -73,7 +73,7 @@ def _compile(given: argparse.Namespace) -> None:
     model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)
     zoo.compile_regions(model)
     for text in given.input or [""]:
-        inputs = _inputs(model, text)  # outside inference mode: tensors that it makes are of a kind of their own
+        inputs = _inputs(model, text)  # outside inference mode, whose tensors need other graphs
         with torch.inference_mode(not given.train):
             print(zoo.warm_up(model, **inputs))
     print(zoo.save_compiled(model, given.out))

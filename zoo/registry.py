@@ -188,6 +188,6 @@ def example_inputs(model: nn.Module, **sizes: Any) -> dict[str, Any]:
 
 
 def did_you_mean(wrong: str, known: Any) -> str:
-    """A question that names what comes closest to a wrong name; empty if nothing is close."""
+    """A question that names the closest known name; empty if none is close."""
     close = difflib.get_close_matches(str(wrong), list(known), n=1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -252,10 +252,10 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
     sampler = sampler_of(graph, arch, seed=seed)
     ours = sampler.to(x.device) if case.impl == "zoo" else sampler
     parts = _Parts(sampler, x, labels, ours, autocast_of(dtype_of(case)))
-    training = parts.padded() if case.impl == "zoo" else parts.plain(trimmed=case.impl == "upstream-tuned")
+    training = parts.padded() if case.impl == "zoo" else parts.unpadded(trimmed=case.impl == "upstream-tuned")
 
     def reference() -> Tensor:
-        return reference_losses(gnn_arms.build(arch, seed=seed).to(x.device), parts.plain())
+        return reference_losses(gnn_arms.build(arch, seed=seed).to(x.device), parts.unpadded())
 
     usual, by = sampler.buckets[0], f"the zoo's sampler on the {'GPU' if ours.device.type == 'cuda' else 'host'}"
     if case.impl != "zoo" and library_samples():
@@ -330,7 +330,7 @@ class _Parts:
             round=len(self.sampler),
         )
 
-    def plain(self, *, trimmed: bool = False) -> Training:
+    def unpadded(self, *, trimmed: bool = False) -> Training:
         """Of as many nodes and edges as were drawn, by the library's own loader where it can be had."""
 
         def loss(model: Any, batch: dict[str, Any]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What operators have in common: when Triton kernels run, dtypes and layouts."""
+"""When Triton kernels run, dtypes and layouts. Shape legend: B images, C channels, H height, W width."""
 
 import functools
 import importlib.util

@@ -300,8 +300,8 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if kernels_run(x, bias):
         return _activated(kernels.tiles.gated, kernels.tiles.gated_backward, x, bias)
     # Under autocast parameters stay in float32, and would make activations float32 as well.
-    value, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
-    return value * F.gelu(gate)
+    up, gate = (x + bias.to(x.dtype)).chunk(2, dim=-1)
+    return up * F.gelu(gate)
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
