@@ -124,7 +124,7 @@ def known_claims() -> dict[int, Claim]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Figure:
     """A figure with the ends of its range, the race's noise included, and as text with what it was made from."""
 
     low: float
@@ -133,37 +133,37 @@ class Measured:
     shown: str
 
 
-def _exact(value: float, shown: str) -> Measured:
-    return Measured(value, value, value, shown)
+def _exact(value: float, shown: str) -> Figure:
+    return Figure(value, value, value, shown)
 
 
-def _speed(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
+def _speed(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Figure | None:
     ratio = race.speedup(arm, over)
     if ratio is None:
         return None
     noise = race.noise or 0.0
     shown = f"{significant(over.p50)} → {significant(arm.p50)} ms, {cells.interval(ratio)}"
     shown += f", noise {cells.percent(race.noise)}" if race.noise is not None else ""
-    return Measured(ratio.low / (1 + noise), ratio.value, ratio.high * (1 + noise), shown)
+    return Figure(ratio.low / (1 + noise), ratio.value, ratio.high * (1 + noise), shown)
 
 
-def _ratio(unit: str, ours: float | None, theirs: float | None) -> Measured | None:
+def _ratio(unit: str, ours: float | None, theirs: float | None) -> Figure | None:
     if ours is None or not theirs:
         return None
     return _exact(ours / theirs, f"{significant(theirs)} → {significant(ours)} {unit}, {cells.times(ours / theirs)}")
 
 
-def _peak_memory(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Measured | None:
+def _peak_memory(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Figure | None:
     peaks = [each.result.memory.allocated if each.result.memory else None for each in (arm, over)]
     return _ratio("MiB", *(None if peak is None else peak / 2**20 for peak in peaks))
 
 
-def _compile_seconds(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
+def _compile_seconds(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
     paid = arm.paid("cold")
     return None if paid is None else _exact(paid, f"{significant(paid)} s")
 
 
-def _first_call(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
+def _first_call(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
     paid = arm.paid("cold")
     if paid is None or arm.p50 is None:
         return None
@@ -172,7 +172,7 @@ def _first_call(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
     return _exact(times, f"{significant(first)} s against {significant(arm.p50)} ms, {cells.times(times)}")
 
 
-def _error(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
+def _error(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
     """Its error over eager's own, or over the dtype's rounding where eager has less."""
     check = arm.result.check
     if check is None or check.error is None or check.eager_error is None:
@@ -182,13 +182,13 @@ def _error(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
     return _exact(times, f"{errors}, {significant(times)}×")
 
 
-def _recompiles(race: MeasuredRace, arm: MeasuredArm) -> Measured | None:
+def _recompiles(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
     figures = arm.result.warm or arm.result.cold  # the process that went on to race
     return None if figures is None else _exact(len(figures.recompiles), str(len(figures.recompiles)))
 
 
 # By the name in claims.toml: the figure in words before its arms, its unit, and how it is measured.
-FIGURES: dict[str, tuple[str, str, Callable[..., Measured | None]]] = {
+FIGURES: dict[str, tuple[str, str, Callable[..., Figure | None]]] = {
     "speed": ("", "×", _speed),
     "peak memory": ("peak memory, ", "×", _peak_memory),
     "cold compile time": (
@@ -203,7 +203,7 @@ FIGURES: dict[str, tuple[str, str, Callable[..., Measured | None]]] = {
 }
 
 
-def measure(part: Part, race: MeasuredRace) -> Measured | str | None:
+def measure(part: Part, race: MeasuredRace) -> Figure | str | None:
     """The part's figure in this race; why there is none where an arm is broken; None where it was not measured."""
     known: dict[str, MeasuredArm | Result] = {result.case.arm: result for result in race.failures}
     known |= {arm.name: arm for arm in race.arms}
@@ -235,25 +235,25 @@ class Place:
 def places(part: Part, shown: Sequence[MeasuredRace]) -> list[Place]:
     """Where the part was measured; of several rows of one race, the first with its arms on the newest torch."""
     ranked = sorted(newest(shown), key=torch_version, reverse=True)  # stable: of one release as they are given
-    first: dict[tuple[str, ...], tuple[MeasuredRace, Measured | str]] = {}
+    first: dict[tuple[str, ...], tuple[MeasuredRace, Figure | str]] = {}
     for wanted in part.races:
         for race in ranked:
             if race.case.race == wanted and (measured := measure(part, race)) is not None:
                 first.setdefault((option(race, "gpu"), *wanted), (race, measured))
     if not part.mean:
         return [_place(part, (race,), measured) for race, measured in first.values()]
-    measured_in = [(race, each) for race, each in first.values() if isinstance(each, Measured)]
+    measured_in = [(race, each) for race, each in first.values() if isinstance(each, Figure)]
     if len({race.case.race for race, _ in measured_in}) < len(part.races):
         return []
     low, value, high = (
         math.exp(sum(math.log(getattr(each, end) or 1e-300) for _, each in measured_in) / len(measured_in))
         for end in ("low", "value", "high")
     )
-    mean = Measured(low, value, high, f"{cells.times(value)}, the mean of {len(measured_in)} races")
+    mean = Figure(low, value, high, f"{cells.times(value)}, the mean of {len(measured_in)} races")
     return [_place(part, tuple(race for race, _ in measured_in), mean)]
 
 
-def _place(part: Part, races: tuple[MeasuredRace, ...], measured: Measured | str) -> Place:
+def _place(part: Part, races: tuple[MeasuredRace, ...], measured: Figure | str) -> Place:
     if isinstance(measured, str):
         return Place(races, cells.NOTHING, "fails", measured)
     if measured.high < part.low:

@@ -62,7 +62,7 @@ class _LeftOut(Exception):
 
 
 @dataclass(kw_only=True)
-class Measured:
+class RankTimes:
     """An arm in one process: its calls, each with ``count`` of ``unit``, and its peak of memory in bytes on a GPU."""
 
     steady: Steady
@@ -91,8 +91,8 @@ class Row:
     ranks: int
     status: str = "ok"
     reason: str | None = None
-    of_ranks: list[Measured] = field(default_factory=list)
-    alone: Measured | None = None
+    of_ranks: list[RankTimes] = field(default_factory=list)
+    alone: RankTimes | None = None
     alone_reason: str | None = None
     losses: list[float] = field(default_factory=list)
     error: float | None = None
@@ -196,7 +196,7 @@ def main(
     return 1 if any(row.status != "ok" and row.case.impl == "zoo" for row in rows) else 0
 
 
-def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds: int) -> Measured | tuple[str, str]:
+def _attempt(case: Case, prepare: Callable[[], Prepared], group: _Group, rounds: int) -> RankTimes | tuple[str, str]:
     torch.compiler.reset()
     gc.collect()
     try:
@@ -227,7 +227,7 @@ def _compare(row: Row, workload: Workload, prepare: Callable[[], Prepared], roun
         each.output = None
 
 
-def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Measured:
+def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> RankTimes:
     """Spread the model, compile, and time calls that follow each other."""
     model, training, output = _spread(case, prepared, group), prepared.training, None
     if case.cuda_graph and (obstacles := collective_obstacles(model)):
@@ -264,7 +264,7 @@ def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Meas
     steady = Steady(wall_ms=[each.wall_ms for each in timed], rounds=list(range(rounds)), calls_per_round=calls)
     steady.device_ms = [each.device_ms for each in timed if each.device_ms is not None]
     peak = None if case.device == "cpu" else torch.cuda.max_memory_allocated()
-    return Measured(
+    return RankTimes(
         steady=steady, graphs=facts.graphs or 0, breaks=facts.breaks, allocated=peak, losses=losses, output=output,
         count=prepared.count, unit=prepared.unit,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from zoo import advise
 from zoo.__main__ import main
-from zoo.advise import Arm, Failed, Measured, Process, Refused, Worker, interval, load, number, table, verdict
+from zoo.advise import Arm, ArmProcess, ArmWorker, Failed, Measured, Refused, interval, load, number, table, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = """
@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def look(name: str, tmp_path: Path) -> dict[str, Any]:
-    worker = Worker("eager", name, "cpu", "", str(tmp_path / "expected.pt"))
+    worker = ArmWorker("eager", name, "cpu", "", str(tmp_path / "expected.pt"))
     worker.load()
     return worker.look()
 
@@ -156,7 +156,7 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
     assert not lonely["regional"] and "no regions: no module class" in lonely["report"]
     assert look("bert-debug", tmp_path)["regional"]
     look(f"{models}:make", tmp_path)
-    worker = Worker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
+    worker = ArmWorker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
     worker.load()
     compiled: Callable[..., Any] = worker.compile
     facts = compiled()
@@ -183,7 +183,7 @@ def test_errors_are_relative_and_of_what_is_finite() -> None:
 
 
 def test_a_process_that_dies_is_a_failure_with_its_signal(models: str, tmp_path: Path) -> None:
-    process = Process("eager", tmp_path, [f"{models}:make", "cpu", ""])
+    process = ArmProcess("eager", tmp_path, [f"{models}:make", "cpu", ""])
     process.kill()
     with pytest.raises(Failed, match="ended with code -9, killed: memory is short"):
         process.answer()

@@ -158,7 +158,6 @@ def test_an_overflow_of_the_first_update_leaves_no_undefined_momentum(device, ca
     empty = torch.empty_like
 
     def dirty(x: Tensor, **more: Any) -> Tensor:
-        """Memory as it may be found."""
         return empty(x, **more).fill_(torch.nan if x.is_floating_point() else 0)
 
     monkeypatch.setattr(torch, "empty_like", dirty)

@@ -157,7 +157,7 @@ def _in_a_line(error: BaseException) -> str:
 # The process of an arm ------------------------------------------------------------------------------------------------
 
 
-class Worker:
+class ArmWorker:
     """Answers requests on one arm; each public method is a request and returns figures."""
 
     def __init__(self, arm: str, name: str, device: str, dtype: str, expected: str) -> None:
@@ -261,7 +261,7 @@ def _error(output: Any, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(got - expected) / torch.linalg.vector_norm(expected).clamp_min(1e-300))
 
 
-def serve(worker: Worker) -> None:
+def serve(worker: ArmWorker) -> None:
     """Answer requests from standard input on standard output, a line of JSON each; prints go to standard error."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -276,7 +276,7 @@ def serve(worker: Worker) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
 
-class Process:
+class ArmProcess:
     """An arm's process. Its caches are ``folder``'s, those of an earlier process of the arm too."""
 
     def __init__(self, arm: str, folder: Path, model: Sequence[str]) -> None:
@@ -351,7 +351,7 @@ class Arm:
     graphs: int = 0
     breaks: int = 0
     failure: str = ""
-    process: Any = None  # a Process, once it was started
+    process: Any = None  # an ArmProcess, once it was started
 
     def compile(self, paid: float | None = None) -> float:
         """Seconds to compile: those of the first calls, less as many steady ones."""
@@ -536,7 +536,7 @@ class Measurement:
                 arm.process.stop()
 
     def _start(self, arm: Arm) -> None:
-        arm.process = Process(arm.name, self.folder, self.model)
+        arm.process = ArmProcess(arm.name, self.folder, self.model)
 
     def _each(self, arms: Sequence[Arm], do: Callable[[Arm], Any]) -> None:
         """Do something with each arm that has not failed, and note what fails."""
@@ -651,4 +651,4 @@ def run(given: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    serve(Worker(*sys.argv[1:]))
+    serve(ArmWorker(*sys.argv[1:]))

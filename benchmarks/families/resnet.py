@@ -35,8 +35,7 @@ SQUARES = 4
 # The float64 reference takes so many images at a time.
 REFERENCE_IMAGES = 16
 
-# Channels of the stem.
-_STEM = 64
+_STEM = 64  # channels
 _FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
 _MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?")
 

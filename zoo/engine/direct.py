@@ -63,7 +63,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
         return super().__eq__(other) and self.fullgraph == getattr(other, "fullgraph", None)
 
     def __call__(self, model_: fx.GraphModule, inputs_: Any, **options: Any) -> Any:
-        """Make what runs in place of a graph."""
+        """Return what runs in place of the graph."""
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
         tunes = self.config.get("max_autotune") or self.config.get("max_autotune_gemm")

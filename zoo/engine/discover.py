@@ -417,7 +417,6 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
 
 
 def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:
-    """Modules by name, those of one structure together."""
     groups: dict[Hashable, dict[str, nn.Module]] = defaultdict(dict)
     for name, module in modules.items():
         groups[structure(module)][name] = module

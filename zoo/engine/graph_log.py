@@ -1,8 +1,7 @@
 """Every graph that a region compiled in this process, noted as Dynamo compiles it.
 
 Dynamo's callbacks report when a compilation starts and ends; the Python stack at that moment shows which module is
-called, by which model and with which arguments. So a region compiles as by ``module.compile()``, with no wrapper at run
-time.
+called, by which model and with which arguments. A region compiles as by ``module.compile()``, without a wrapper.
 """
 
 from __future__ import annotations

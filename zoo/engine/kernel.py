@@ -21,7 +21,6 @@ from triton.runtime.cache import FileCacheManager, get_cache_manager
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# All kernels of the process.
 KERNELS: list[Kernel] = []
 # Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
 MOST_LAUNCHES = 1024

@@ -23,7 +23,6 @@ from zoo.engine.signature import input_kinds, is_torch_class, own_class
 
 # Positional and keyword arguments of one call of a model.
 Example = tuple[tuple[Any, ...], dict[str, Any]]
-# The modules of each region, by name.
 Chosen = Mapping[Region, Mapping[str, nn.Module]]
 
 

@@ -61,7 +61,7 @@ class SavedGraph:
     """What a file holds. ``product`` is what the global ``compiled`` of the code is."""
 
     shapes: list[Any]
-    check: Check
+    check: SavedCheck
     code: types.CodeType
     modules: dict[str, str]  # of other globals of the code, those that are modules
     names: list[str]  # and those that are the region's own
@@ -125,7 +125,6 @@ class _Pickler(pickle.Pickler):
 
 
 def _code(without_constants: bytes, constants: tuple[Any, ...]) -> types.CodeType:
-    """Code as it was pickled."""
     code: types.CodeType = marshal.loads(without_constants)
     return code.replace(co_consts=constants)
 
@@ -212,7 +211,7 @@ def _libraries(known: dict[str, bytes]) -> Iterator[None]:
 
 
 @dataclass
-class Check:
+class SavedCheck:
     """A function that looks at the arguments of a call, by name, as the guards of one graph do.
 
     ``source`` returns the tensors to compare with ``tensors``, or None. ``constants`` are what it compares with.
@@ -232,7 +231,7 @@ class LoadedCheck:
 
     cache_entry = True
 
-    def __init__(self, saved: Check, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
+    def __init__(self, saved: SavedCheck, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
         names: dict[str, Any] = dict(_FOR_NUMBERS)
         exec(compile(saved.source, "<guards>", "exec"), names)
         self._saved, self._space, self._noted, self._look = saved, space, noted, names["check"]
@@ -267,7 +266,7 @@ class LoadedCheck:
         return True
 
 
-def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
+def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
     """The guards of code whose globals are ``space``; UnsavableError if another process cannot check one."""
     writer = _Writer(space)
     tensors: dict[str, TensorKind] = {}
@@ -308,7 +307,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> Check:
         else:
             raise UnsavableError(f"its guards look at {guard.name or 'the process'} ({kind})")
     body = "\n    ".join([*writer.lines, f"return ({''.join(f'{each}, ' for each in tensors)})"])
-    return Check(f"def check(L, G, M, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
+    return SavedCheck(f"def check(L, G, M, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
 
 
 class SameCode:

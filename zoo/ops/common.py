@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Looked up once, not in every call.
 _unsafe_view = torch.ops.aten._unsafe_view.default
 # What the kernels take; they compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -210,7 +210,6 @@ class TrainingStep:
         self.release()
 
     def _replay(self, batches: tuple[Any, ...]) -> Tensor:
-        """Replay this shape; run it, or capture it first, if it is new."""
         leaves, structure = pytree.tree_flatten(batches)
         try:
             check_leaves(leaves)
@@ -282,7 +281,6 @@ class TrainingStep:
             validate.warn(f"the step runs without a CUDA graph: {why}", TrainingWarning)
 
     def _run(self, *batches: Any) -> Tensor:
-        """The whole step, which a capture records."""
         self._clear_gradients()
         try:
             total: Any = None

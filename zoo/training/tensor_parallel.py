@@ -230,7 +230,6 @@ def _make_shared(numbers: int, dtype: torch.dtype, device: torch.device, mesh: D
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable of the environment has a value for a while."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -337,9 +337,6 @@ def example_inputs(
     return inputs
 
 
-# Checks of inputs.
-
-
 def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
     hint = "; sample[None] makes a batch of one sample, and sample.permute(0, 3, 1, 2) puts channels first"
     validate.tensor("sample", sample, f"B {config.in_channels} H W", like=weight, empty=False, hint=hint)
