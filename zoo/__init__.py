@@ -31,5 +31,6 @@ from zoo.registry import example_inputs as example_inputs
 from zoo.registry import from_upstream as from_upstream
 from zoo.registry import list_models as list_models
 from zoo.registry import to_upstream as to_upstream
-from zoo.version import __version__  # noqa: F401
 from zoo.weights import WeightsWarning as WeightsWarning
+
+__version__ = "0.1.0"

@@ -19,7 +19,6 @@ import zoo
 from zoo import advise
 from zoo.engine.artifacts import check_target, read_index
 from zoo.registry import families
-from zoo.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zoo", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"zoo {__version__}, torch {torch.__version__}")
+    parser.add_argument("--version", action="version", version=f"zoo {zoo.__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     lists = commands.add_parser("list", help="the models of the zoo, by family")
     lists.set_defaults(command=_list)

@@ -31,7 +31,6 @@ from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.region import Region
 from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
 from zoo.engine.signature import own_class
-from zoo.version import __version__
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
 
@@ -330,7 +329,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
         "device": [*map(torch.cuda.get_device_name, gpus)] or platform.machine(),
         "capability": [*map(torch.cuda.get_device_capability, gpus)] or torch.backends.cpu.get_cpu_capability(),
         "threads": None if gpus else torch.get_num_threads(),
-        "zoo": __version__,
+        "zoo": sys.modules["zoo"].__version__,  # which imports this module
         "zoo's sources": _hash_of_zoo(),
         "model": _as_json(own_class(model)),
         "config": config if isinstance(config, dict | None) else str(config),
