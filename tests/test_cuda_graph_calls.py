@@ -74,8 +74,7 @@ def test_a_model_left_on_the_cpu_is_told_of_where_there_is_a_gpu(monkeypatch: py
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_without_it(copied: Callable[[Any], Any]) -> None:
-    model = zoo.cuda_graph(nn.Sequential(nn.Linear(4, 4)))
-    x = torch.randn(2, 4)
+    model, x = zoo.cuda_graph(nn.Sequential(nn.Linear(4, 4))), torch.randn(2, 4)
     for _ in range(3):
         model(x)
     other = copied(model)
@@ -102,8 +101,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_weights_and_submodules_are_followed(change: Callable[[Any], Any], device: str) -> None:
-    model = stack(device)
-    x = torch.randn(2, 4, device=device)
+    model, x = stack(device), torch.randn(2, 4, device=device)
     for _ in range(3):
         model(x)
     change(model)
@@ -124,8 +122,7 @@ def test_kinds_beyond_the_most_run_plainly() -> None:
 
 
 def test_a_call_that_wants_gradients_has_them() -> None:
-    model = stack()
-    x = torch.randn(2, 4)
+    model, x = stack(), torch.randn(2, 4)
     with pytest.warns(RegionWarning, match=r"gradients are recorded; call it under torch.no_grad\(\)"):
         for _ in range(3):
             model(x).sum().backward()
@@ -207,16 +204,14 @@ def test_buffers_are_written_once_a_call_and_inputs_that_require_grad_replay() -
     for call in range(1, 6):
         assert model(torch.zeros(1)).item() == call
     assert zoo.captures(model).replays == 4
-    model = stack()
-    x = torch.randn(2, 4)
+    model, x = stack(), torch.randn(2, 4)
     for given in (x, x, x.clone().requires_grad_(), nn.Parameter(x)):
         torch.testing.assert_close(model(given), copy.deepcopy(model)(x))
     assert zoo.captures(model).replays == 3
 
 
 def test_hooks_and_errors_are_those_of_the_module() -> None:
-    model = stack()
-    x = torch.randn(2, 4)
+    model, x = stack(), torch.randn(2, 4)
     for _ in range(2):
         model(x)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied|size mismatch|must match"):
@@ -233,8 +228,7 @@ def test_hooks_and_errors_are_those_of_the_module() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), -0.0, 1, True, "x"])
 def test_constants_are_told_apart(value: Any) -> None:
-    model = zoo.cuda_graph(Takes())
-    x = torch.randn(2)
+    model, x = zoo.cuda_graph(Takes()), torch.randn(2)
     for other in (0.0, 1.0, value):
         for _ in range(3):
             model(x, other=other)
@@ -243,8 +237,7 @@ def test_constants_are_told_apart(value: Any) -> None:
 
 
 def test_transforms_and_stances_run_plainly() -> None:
-    model = zoo.cuda_graph(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False))
-    x = torch.randn(2, 4)
+    model, x = zoo.cuda_graph(nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)), torch.randn(2, 4)
     expected = model(x)
     model(x)
     torch.testing.assert_close(torch.func.vmap(model)(x), expected)
@@ -256,8 +249,7 @@ def test_transforms_and_stances_run_plainly() -> None:
 
 
 def test_two_threads_get_their_own_results() -> None:
-    model = stack()
-    x = torch.randn(2, 4)
+    model, x = stack(), torch.randn(2, 4)
     for _ in range(2):
         model(x)
 
@@ -274,8 +266,7 @@ def test_two_threads_get_their_own_results() -> None:
 
 
 def test_a_captured_model_is_within_its_budget() -> None:
-    model = stack()
-    x = torch.randn(2, 4)
+    model, x = stack(), torch.randn(2, 4)
     with zoo.enforce_budget(model):
         for _ in range(3):
             model(x)
@@ -286,8 +277,7 @@ def test_a_captured_model_is_within_its_budget() -> None:
 
 
 def test_modes_are_kinds_of_their_own() -> None:
-    model = zoo.cuda_graph(Sequence(nn.Linear(4, 4)))
-    x = torch.randn(2, 4)
+    model, x = zoo.cuda_graph(Sequence(nn.Linear(4, 4))), torch.randn(2, 4)
     for context in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)):
         for _ in range(3):
             with context():
@@ -314,7 +304,6 @@ def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_p
             output_type="np",
         ).images  # fmt: skip
 
-    pipe.set_progress_bar_config(disable=True)
     calls = [(32, 5.0), (16, 5.0), (32, 1.0), (32, 5.0)]
     expected = [images(*call) for call in calls]
     pipe.unet = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(pipe.unet), backend=backend))
