@@ -97,18 +97,13 @@ def test_warm_up_says_what_was_spent_by_its_own_model_alone(capsys: pytest.Captu
         assert "1 graph(s)" in str(spent) and "eval, no_grad" in str(spent)
         assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
     assert "compiling regions" in capsys.readouterr().err
-
-    class TeacherBlock(Wired):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).tanh()
-
-    teacher = zoo.compile_regions(Sequence(TeacherBlock()), regions=[TeacherBlock], backend="eager")
+    teacher = compiled(Sequence(IndexedBlock(4, 0)), regions=[IndexedBlock])
 
     class Student(Stack):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(teacher(x))
 
-    student = zoo.compile_regions(Student().eval(), backend="eager")
+    student = compiled(Student().eval())
     with torch.no_grad():
         cost = zoo.warm_up(student, x=torch.randn(2, 4))
     assert {each.region: each.graphs for each in cost.costs} == {"Block": 1}
