@@ -68,14 +68,6 @@ class IndexedBlock(Wired):
         return self.linear(x) * (self.index + 1)
 
 
-class StoringBlock(IndexedBlock):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).relu()
-
-    def extra_repr(self) -> str:
-        return f"index={self.index}"
-
-
 class Disabled(Wired):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import zoo
+from tests.blocks import Wired
 from zoo.__main__ import main
 from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.traced import Traced
@@ -29,16 +30,15 @@ from zoo.llm import Session
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Shifted(nn.Module):
+class Shifted(Wired):
     """A graph with nothing to fuse, of a constant that it reads."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+        super().__init__(8)
         self.shift = 0.5
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+        y = self.linear(x)
         return y - self.shift if self.training else y + self.shift
 
 
@@ -58,8 +58,7 @@ class Shifts(nn.Module):
 
 def eager(model: nn.Module, x: Tensor) -> Tensor:
     with torch.compiler.set_stance("force_eager"):
-        result: Tensor = model(x)
-    return result
+        return model(x)
 
 
 def graphs() -> int:
@@ -125,8 +124,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_block_is_compiled_again(folder: Path, change: Callable[[Any], Any]) -> None:
-    model = loaded(folder)
-    x = torch.randn(4, 8)
+    model, x = loaded(folder), torch.randn(4, 8)
     with torch.no_grad():
         model(x)
         change(model.blocks[1])
@@ -138,8 +136,7 @@ def test_a_changed_block_is_compiled_again(folder: Path, change: Callable[[Any],
     "mode", [torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
 def test_another_mode_is_compiled_again(folder: Path, mode: Callable[[], Any]) -> None:
-    model = loaded(folder)
-    x = torch.randn(4, 8)
+    model, x = loaded(folder), torch.randn(4, 8)
     with torch.no_grad():
         model(x)
         before = graphs()
@@ -157,23 +154,18 @@ def shifted(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-class Decorated(nn.Module):
+class Decorated(Wired):
     """No module has the function behind the decorator under its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
 
     @shifted
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
-        return y
+        return self.linear(x)
 
 
 def test_a_forward_behind_a_decorator_is_compared_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocks() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(Decorated() for _ in range(3))).eval()
+        return nn.Sequential(*(Decorated(8) for _ in range(3))).eval()
 
     x = torch.randn(4, 8)
     with torch.no_grad():
@@ -268,16 +260,15 @@ def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path)
             act()
 
 
-class Placed(nn.Module):
+class Placed(Wired):
     """Knows its place and a rate, as blocks of other libraries do."""
 
     def __init__(self, place: int, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
+        super().__init__(width)
         self.place, self.rate = place, 0.1 * place
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x) / (self.place + 1)
+        y = self.linear(x) / (self.place + 1)
         return x + y * self.rate if self.place and 7 % self.place else x - y.relu()
 
 
@@ -302,16 +293,15 @@ def test_numbers_of_a_block_are_saved_as_symbols(tmp_path: Path) -> None:
         zoo.load_compiled(placed(16), tmp_path / "compiled", strict=True)
 
 
-class Limited(nn.Module):
+class Limited(Wired):
     """Has a limit that may be no number."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
+        super().__init__(8)
         self.limit = math.nan
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+        y = self.linear(x)
         return self.linear(y) if self.limit > 0.5 else y
 
 

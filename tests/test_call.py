@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import zoo
+from tests.blocks import Wired
 from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
-class Inner(nn.Module):
+class Inner(Wired):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
+        super().__init__(width)
         self.scale = 2.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,8 +71,7 @@ def blocks(*widths: int, backend: Any = "eager") -> nn.ModuleList:
 
 
 def test_later_calls_are_direct(by_dynamo: list[nn.Module]) -> None:
-    model = blocks(8, 8)
-    x = torch.randn(3, 8)
+    model, x = blocks(8, 8), torch.randn(3, 8)
     with torch.no_grad():
         for block in model:
             expected = block._call_impl(x, x, factor=0.5)
@@ -114,8 +113,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks()
-    x = torch.randn(3, 8)
+    (block,), x = blocks(), torch.randn(3, 8)
     with torch.set_grad_enabled(grad):
         block(x)
         block(x)
@@ -151,8 +149,7 @@ def test_layers_that_are_unfrozen_after_some_steps_learn() -> None:
     ids=["grad", "inference", "autocast", "stance", "dispatch mode"],
 )  # fmt: skip
 def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks(backend="aot_eager")
-    x = torch.randn(3, 8)
+    (block,), x = blocks(backend="aot_eager"), torch.randn(3, 8)
     with torch.no_grad():
         for context in (nullcontext, mode, nullcontext, mode):
             before = len(by_dynamo)
@@ -187,8 +184,7 @@ def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Mo
 
 
 def test_a_reset_forgets(by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks()
-    x = torch.randn(3, 8)
+    (block,), x = blocks(), torch.randn(3, 8)
     for _ in range(2):
         block(x)
         block(x)
@@ -197,8 +193,7 @@ def test_a_reset_forgets(by_dynamo: list[nn.Module]) -> None:
 
 
 def test_wrong_arguments_fail_as_in_eager() -> None:
-    (block,) = blocks()
-    x = torch.randn(3, 8)
+    (block,), x = blocks(), torch.randn(3, 8)
     block(x)
     for args, kwargs in (((), {}), ((x, x, x), {}), ((x,), {"unknown": 1}), ((x,), {"x": x})):
         with pytest.raises(TypeError):
@@ -206,8 +201,7 @@ def test_wrong_arguments_fail_as_in_eager() -> None:
 
 
 def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[nn.Module]) -> None:
-    (block,) = blocks()
-    x = torch.randn(3, 8)
+    (block,), x = blocks(), torch.randn(3, 8)
     whole = torch.compile(lambda x: block(x) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(x), block._call_impl(x) + 1)
     assert by_dynamo == []
@@ -221,10 +215,9 @@ def doubled(forward: Any) -> Any:
     return run
 
 
-class Decorated(nn.Module):
+class Decorated(Wired):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
         self.power = 1
 
     @doubled
@@ -313,8 +306,7 @@ class Asking(nn.Module):
 
 
 def test_a_compilation_keeps_no_input() -> None:
-    model = nn.Sequential(Asking())
-    x = torch.randn(3, requires_grad=True) * 1
+    model, x = nn.Sequential(Asking()), torch.randn(3, requires_grad=True) * 1
     zoo.compile_regions(model, regions=[Asking], backend="aot_eager")
     model(x)
     alive = weakref.ref(x)

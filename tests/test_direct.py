@@ -17,6 +17,7 @@ from torch.utils import _triton
 from torch.utils.checkpoint import checkpoint
 
 import zoo
+from tests.blocks import Wired
 from tests.fake_gpu import Gpu
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once, trace_halves
@@ -201,11 +202,7 @@ def test_a_convolution_goes_to_the_call_behind_conv2d(options: dict[str, Any], i
     assert torch.equal(step(x[0]), conv(x[0]))
 
 
-class Powers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Powers(Wired):
     def forward(self, x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         return self.linear(x), (-1) ** n
 

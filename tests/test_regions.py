@@ -18,19 +18,7 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
-from tests.blocks import (
-    Block,
-    Child,
-    Dropping,
-    IndexedBlock,
-    Sequence,
-    Stack,
-    StoringBlock,
-    Wired,
-    declared,
-    graphs_of,
-    nested,
-)
+from tests.blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, Wired, declared, graphs_of, nested
 from zoo import Region
 from zoo.engine import compat
 from zoo.engine.signature import mode
@@ -58,6 +46,14 @@ def test_regions_are_grouped_by_signature_and_given_and_left_out_by_class_and_by
     assert found.modules == ("blocks.0.blocks.1", "blocks.1.blocks.1")
     (found,) = zoo.find_regions(towers, [Mlp], exclude=["blocks.1.blocks.*"]).regions
     assert found.modules == ("blocks.0.blocks.0", "blocks.0.blocks.1", "blocks.0.blocks.2")
+
+
+class StoringBlock(IndexedBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}"
 
 
 def test_an_index_that_is_read_and_an_inherited_forward_are_obstacles_and_an_index_that_is_stored_is_not() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.blocks import Block, Stack
+from tests.blocks import Block, Stack, Wired
 from tests.training_models import Weighted, build, draw, loss_of, optimizer_of
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import AdamW, TrainingStep, TrainingWarning, capture_obstacles, checkpoint_regions
@@ -283,10 +283,9 @@ def test_weights_of_a_loss_are_saved_with_it_and_what_could_not_be_loaded_again_
     assert step.steps == 1
 
 
-class DroppingBlock(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
+class DroppingBlock(Wired):
+    def __init__(self) -> None:
+        super().__init__(8)
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
