@@ -25,7 +25,6 @@ from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
 from zoo.training import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
-POSITIONS = 40
 
 
 @st.composite
@@ -40,7 +39,7 @@ def llm_models(draw: Any) -> tuple[str, dict[str, Any]]:
         "num_hidden_layers": draw(st.integers(1, 2)),
         "num_attention_heads": key_heads * groups,
         "num_key_value_heads": key_heads,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": 40,
         "rms_norm_eps": draw(one_of(1e-6, 1e-3)),
         "tie_word_embeddings": draw(st.booleans()),
         "pad_token_id": draw(one_of(None, 0, 3)),
@@ -100,7 +99,6 @@ def test_prompts(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int, 
 
     # Rotary tables are float32 in both, by formulas that differ in the last bit.
     ours = compare(theirs, run, dtype, floor=1e-6)
-
     round_trips(theirs, ours)
 
 
@@ -213,7 +211,6 @@ def test_encoders(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int,
         return backward(found)
 
     ours = compare(theirs, run, dtype)
-
     round_trips(theirs, ours)
     if seen.any(1).all():
         packed = pack(**batch, config=ours.config)
@@ -275,11 +272,8 @@ def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
         options |= {"add_self_loops": draw(st.booleans()), "residual": draw(st.booleans())}
         options |= {"v2": draw(rarely)}
     else:
-        options |= {
-            "aggr": "lstm" if draw(rarely) else draw(one_of("mean", "max", "sum")),
-            "normalize": draw(st.booleans()),
-        }
-        options |= {"root_weight": draw(st.booleans()), "project": draw(st.booleans())}
+        options |= {"aggr": "lstm" if draw(rarely) else draw(one_of("mean", "max", "sum"))}
+        options |= {name: draw(st.booleans()) for name in ("normalize", "root_weight", "project")}
     return name, options
 
 
@@ -313,9 +307,8 @@ def test_graph_models(data, made, dtype, nodes, seed, training):
         normed = training and options["norm"] == "batch"
         dtype = torch.float32 if normed and dtype == torch.bfloat16 else dtype
         # GraphSAGE that normalises a single channel returns signs: the outputs' weights, cosines, cancel in gradients.
-        signs = (
-            name == "GraphSAGE" and options["normalize"] and 1 in (options["hidden_channels"], options["out_channels"])
-        )
+        widths = options["hidden_channels"], options["out_channels"]
+        signs = name == "GraphSAGE" and options["normalize"] and 1 in widths
         floor = 1e-3 if normed and dtype == torch.float32 else 0.0
         ours = compare(theirs, run, dtype, floor=floor, least_gradient=1.0 if signs else 0.0)
     except ValueError:
@@ -409,15 +402,12 @@ def resnet_models(draw: Any) -> dict[str, Any]:
     if bottleneck:
         options |= {"groups": draw(one_of(1, 2, 4)), "width_per_group": draw(one_of(1, 4, 6))}
         options["replace_stride_with_dilation"] = draw(st.lists(st.booleans(), min_size=3, max_size=3))
-    kind = nn.GroupNorm if draw(rarely) else draw(one_of(nn.BatchNorm2d, FrozenBatchNorm2d))
-    own: dict[str, Any] = {"num_groups": 2} if kind is nn.GroupNorm else {"eps": draw(one_of(1e-5, 1e-2))}
+    if draw(rarely):
+        return options | {"norm_layer": partial(nn.GroupNorm, 1)}
+    kind, own = draw(one_of(nn.BatchNorm2d, FrozenBatchNorm2d)), {"eps": draw(one_of(1e-5, 1e-2))}
     if kind is nn.BatchNorm2d:
         own |= {"momentum": draw(one_of(0.1, 0.5)), "track_running_stats": draw(st.booleans())}
-    if kind is nn.GroupNorm:
-        options["norm_layer"] = lambda channels: nn.GroupNorm(1, channels)
-    else:
-        options["norm_layer"] = partial(kind, **own)
-    return options
+    return options | {"norm_layer": partial(kind, **own)}
 
 
 @pytest.mark.slow
@@ -481,9 +471,7 @@ def unet_models(draw: Any) -> dict[str, Any]:
         "act_fn": "relu" if draw(rarely) else "silu",
         "dual_cross_attention": draw(rarely),
     }
-    if draw(st.booleans()):
-        options |= {"time_cond_proj_dim": 3}
-    return options
+    return options | ({"time_cond_proj_dim": 3} if draw(st.booleans()) else {})
 
 
 @pytest.mark.slow
