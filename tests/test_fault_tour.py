@@ -163,17 +163,13 @@ def test_a_folder_is_held_by_one_run_and_let_go(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_swept_and_what_a_living_one_needs_stays(tmp_path: Path, own_folder: None) -> None:
     for name in ("regional-zoo-run-killed", "regional-zoo-run-new", "somebody-elses"):
         (tmp_path / name / "caches").mkdir(parents=True)
+    left = {"regional-zoo-run-new", "somebody-elses"}  # the first is perhaps of a run that is about to hold it
     with measure.settings_of(FAKE) as living:
         for folder in (tmp_path / "regional-zoo-run-killed", tmp_path / "somebody-elses", living.scratch):
             os.utime(folder, (0, 0))
         with measure.settings_of(FAKE) as second:
-            assert {path.name for path in tmp_path.iterdir()} == {
-                "regional-zoo-run-new",  # perhaps a run that is about to hold it
-                "somebody-elses",
-                living.scratch.name,
-                second.scratch.name,
-            }
-    assert {path.name for path in tmp_path.iterdir()} == {"regional-zoo-run-new", "somebody-elses"}
+            assert {path.name for path in tmp_path.iterdir()} == {*left, living.scratch.name, second.scratch.name}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 FILL = """
