@@ -144,16 +144,13 @@ def test_a_race_replaces_the_one_before_and_no_other(tmp_path: Path) -> None:
     assert set(Store(file).environments()) == {"e2"}, "nothing names the first any more"
 
 
-STOPPED = failure("interrupted", "stopped", impl="upstream")
-
-
 @pytest.mark.parametrize(
     ("rows", "environment", "said"),
     [
         ([row()], {"dirty": True}, "not committed"),
         ([row()], {"dirty": None}, "not committed"),
         ([row()], {"commit": None}, "not committed"),
-        ([row(), STOPPED], {}, "measure it to its end with --resume"),
+        ([row(), failure("interrupted", "stopped", impl="upstream")], {}, "measure it to its end with --resume"),
     ],
 )
 def test_rows_of_code_nobody_has_and_of_a_stopped_race_are_refused_whole(tmp_path, capsys, rows, environment, said):
@@ -298,9 +295,7 @@ def test_different_devices_are_refused_and_cases_in_only_one_run_are_listed(tmp_
         (["{empty}", "{rows}"], "empty holds no rows; give the folder that benchmarks.run --out wrote to"),
     ],
 )
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
+def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path, capsys, arguments, said) -> None:
     rows = write(tmp_path / "rows.jsonl", race())
     (tmp_path / "empty").mkdir()
     assert comparing([word.format(rows=rows, empty=tmp_path / "empty") for word in arguments]) == 2
