@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.fake_gpu import Gpu, traced
+from zoo.engine.graphed_step import synchronising_raises
 from zoo.ops import training as updates
 from zoo.ops.training import cross_entropy_rows, judge_step, scale_
 from zoo.training import AdamW, LinearCrossEntropy, TrainingStep
@@ -325,11 +326,8 @@ def test_a_step_waits_for_nothing():
         param.grad = torch.randn_like(param)
     optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_raises():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatch):
