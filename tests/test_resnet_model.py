@@ -14,17 +14,7 @@ from torch.optim.swa_utils import update_bn
 
 import zoo
 from zoo.ops import images as stem
-from zoo.ops.images import (
-    Norm,
-    bias_act,
-    bias_act_pool,
-    conv_act,
-    linear_relu,
-    max_pool,
-    norm_act,
-    norm_act_pool,
-    stem_conv,
-)
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_act, linear_relu, max_pool, norm_act, norm_act_pool
 from zoo.resnet import Folding, ResNet, fold_batch_norm
 
 
@@ -268,6 +258,7 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
 
 
 def test_the_operators_of_cudnn_and_of_the_product_say_their_shapes() -> None:
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
         x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
         weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
@@ -277,16 +268,10 @@ def test_the_operators_of_cudnn_and_of_the_product_say_their_shapes() -> None:
         expected = torch.nn.functional.conv2d(x, weight, torch.arange(6.0), *options)
         expected = expected.relu() if residual is None else (expected + residual).relu()
         torch.testing.assert_close(conv_act(x, weight, torch.arange(6.0), residual, *options), expected)
-        torch.library.opcheck(
-            conv_act,
-            (x, weight, torch.arange(6.0), residual, *options),
-            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static"),
-        )
+        torch.library.opcheck(conv_act, (x, weight, torch.arange(6.0), residual, *options), test_utils=checks)
     x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
     torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
-    torch.library.opcheck(
-        linear_relu, (x, weight, bias), test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    )
+    torch.library.opcheck(linear_relu, (x, weight, bias), test_utils=checks)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -308,7 +293,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "pooled norm": (norm_act_pool, (x, Norm(*frozen, *frozen))),
         "pooled bias": (bias_act_pool, (x, mean)),
         "pool": (max_pool, learning[:1]),
-        "stem": (stem_conv, (torch.randn(2, 3, 16, 12), conv.requires_grad_(False))),
+        "stem": (stem.stem_conv, (torch.randn(2, 3, 16, 12), conv.requires_grad_(False))),
     }
 
 
