@@ -21,17 +21,7 @@ from benchmarks.machine import Monitor
 from benchmarks.plan import Case
 from benchmarks.process import WorkerFailure
 from benchmarks.record import Result
-from benchmarks.startup import (
-    COLD,
-    FIRST_RESULT,
-    RACE,
-    ArmRun,
-    Job,
-    Settings,
-    jobs_before_the_race,
-    measure_compilation,
-    prepare_race,
-)
+from benchmarks.startup import COLD, FIRST_RESULT, RACE, ArmRun, Job, Settings, jobs_before_the_race, prepare_race
 from benchmarks.timing import back_to_back, calibrate, host, once, settle
 from tests.runs import CASE, EAGER, Notes, arms_of, rows_of, settings_in
 
@@ -219,7 +209,7 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     settings = replace(settings, compiler_start_up=1.5)
     (arm,) = arms_of(settings, CASE)
     notes = Notes()
-    measure_compilation([arm], settings, notes)
+    benchmarks.startup.measure_compilation([arm], settings, notes)
     assert arm.ok, arm.result.reason
     cold = arm.result.cold
     assert cold.cache_empty_at_start is True and cold.cache_misses == cold.graphs == 1
