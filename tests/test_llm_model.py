@@ -1,5 +1,6 @@
 """The decoder: regions in every way they are called, its static cache, operators and generation; padding never seen."""
 
+import copy
 import math
 import re
 from typing import Any
@@ -15,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zoo
 from tests import fake_gpu
 from tests import llm_reference as reference
-from tests.blocks import Doubled, graphs_of
+from tests.blocks import Doubled, graphs_of, same_gradients
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer, Session
@@ -144,16 +145,11 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
         make_fx(model)(tokens[0])
 
 
-def language_model(**options: Any) -> LLM:
-    torch.manual_seed(0)
-    return zoo.create("llm-debug", **options).train()
-
-
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("regions", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions: bool) -> None:
-    ours, theirs = (language_model(tie_word_embeddings=tie) for _ in range(2))
-    ids = torch.randint(ours.config.vocab_size, (2, 9))
+    ours = zoo.create("llm-debug", tie_word_embeddings=tie).train()
+    theirs, ids = copy.deepcopy(ours), torch.randint(ours.config.vocab_size, (2, 9))
     mask = torch.ones(2, 9)
     mask[0, :2] = 0
     if regions:
@@ -165,8 +161,7 @@ def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions:
     torch.testing.assert_close(F.linear(x, weight), logits)
     chunked(x, weight, labels).backward()
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+    same_gradients(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
@@ -186,7 +181,6 @@ def test_padding_of_ragged_prompts_is_never_seen_and_a_second_turn_goes_on(windo
             one = tokens.gather(1, at[:, None])
             got = model(one, position_ids=at[:, None], cache=cache)
             torch.testing.assert_close(got[:, 0], expected[torch.arange(3), at], rtol=1e-4, atol=1e-5)
-    model = zoo.create("llm-debug", sliding_window=window)
     tokens = ids(2, 16)
     with torch.inference_mode():
         expected = model(tokens)
@@ -219,12 +213,11 @@ def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, An
 
 
 def test_sizes_and_dtypes_of_a_cache_which_is_one_kind_of_input_wherever_it_is_made(model: LLM) -> None:
-    model = zoo.create("llm-debug")
     cache = model.make_cache(2, 32, dtype=torch.bfloat16)
     assert (cache.batch, cache.slots, cache.dtype, cache.device.type) == (2, 32, torch.bfloat16, "cpu")
     assert "3 layers of [2, 2, 2, 32, 16]" in repr(cache)
     assert zoo.create("llm-debug", dtype=torch.bfloat16).make_cache(1, 8).dtype is torch.bfloat16
-    model = zoo.compile_regions(zoo.create("llm-debug"), backend="eager")
+    zoo.compile_regions(model, backend="eager")
     with torch.inference_mode():
         inside = model.make_cache(2, 16)
     outside = model.make_cache(2, 16)
@@ -512,18 +505,13 @@ def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.M
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [40, 41, 42]]
 
 
-def left_padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+def theirs_says(theirs: Any, prompts: list[list[int]], **options: Any) -> torch.Tensor:
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def theirs_says(theirs: Any, prompts: list[list[int]], **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        whole = theirs.generate(**left_padded(prompts), do_sample=False, **options)
-    new: torch.Tensor = whole[:, max(map(len, prompts)) :]
-    return new
+        whole = theirs.generate(input_ids=ids, attention_mask=mask, do_sample=False, **options)
+    return whole[:, longest:]
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
