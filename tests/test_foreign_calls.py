@@ -686,17 +686,13 @@ def sharded(model: nn.Module) -> nn.Module:
     return model
 
 
-def by_class(model: nn.Module) -> nn.Module:
-    return zoo.compile_regions(model, regions=[Block], backend="aot_eager")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("wrap", [sharded, nn.parallel.DistributedDataParallel])
-@pytest.mark.parametrize("compile_regions", [partial(compiled, backend="aot_eager"), by_class])
+@pytest.mark.parametrize("regions", [None, [Block]])
 @pytest.mark.parametrize("compiled_first", [True, False])
-def test_fsdp_and_ddp_come_before_or_after(wrap, compile_regions, compiled_first):
-    torch.compiler.reset()
+def test_fsdp_and_ddp_come_before_or_after(wrap, regions, compiled_first):
+    compile_regions = partial(compiled, regions=regions, backend="aot_eager")
     plain, x = Sequence(nn.Linear(4, 4), Block(4), Block(4)), torch.randn(2, 4)
     expected = plain(x)
     model = wrap(compile_regions(plain)) if compiled_first else compile_regions(wrap(plain))
