@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from tests import unet_reference as reference
+from zoo.engine.graphed_step import synchronising_raises
 from zoo.unet import Sampler, Schedule, UNet, make_schedule
 
 with warnings.catch_warnings():
@@ -121,7 +122,7 @@ def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
         pipe.set_adapters(names, weights)
         expected = images(pipe)
         converted = zoo.from_upstream(base)
-        assert set(converted.state_dict()) == set(zoo.create("unet-debug", **_fields(converted)).state_dict())
+        assert set(converted.state_dict()) == set(zoo.create("unet-debug", **vars(converted.config)).state_dict())
         pipe.unet = converted
         with pytest.raises(NotImplementedError, match=r"pipe.unet = zoo.to_upstream\(pipe.unet\)"):
             pipe.load_lora_weights(with_first, adapter_name="third")
@@ -138,10 +139,6 @@ def test_lora_weights_are_carried_over(kind: str, tmp_path: Path) -> None:
     pipe.fuse_lora()
     pipe.unet = zoo.from_upstream(base)
     np.testing.assert_allclose(images(pipe), expected, atol=5e-4)
-
-
-def _fields(model: UNet) -> dict[str, Any]:
-    return {name: getattr(model.config, name) for name in model.config.__dataclass_fields__}
 
 
 def test_the_signature_is_that_of_diffusers() -> None:
@@ -172,12 +169,8 @@ def encoded(pipe: Any, prompt: list[str], negative: list[str] | None) -> dict[st
         return {"text": text, "negative": away}
     text, away, pooled, pooled_away = pipe.encode_prompt(prompt, device="cpu", negative_prompt=negative)
     sizes = torch.tensor([[16.0, 24.0, 0.0, 0.0, 16.0, 24.0]])
-    return {
-        "text": text,
-        "negative": away,
-        "added": {"text_embeds": pooled, "time_ids": sizes},
-        "negative_added": {"text_embeds": pooled_away, "time_ids": sizes},
-    }
+    added, away_added = ({"text_embeds": each, "time_ids": sizes} for each in (pooled, pooled_away))
+    return {"text": text, "negative": away, "added": added, "negative_added": away_added}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,16 +178,14 @@ def encoded(pipe: Any, prompt: list[str], negative: list[str] | None) -> dict[st
 def test_the_latents_of_diffusers_pipelines(kind: str, name: str, tmp_path: Path) -> None:
     pipe = pipeline(kind, tmp_path, name)
     prompt, negative, latents = ["a cat", "a dog"], ["fog", "rain"], drawn(*SHAPE)
-    calls = {"guided": (prompt, negative, 5.0), "on the text alone": (prompt, None, 1.0)}
-    ours = zoo.from_upstream(pipe.unet)
-    sampler = Sampler(ours, make_schedule(pipe.scheduler, 6), shape=SHAPE)
-    for prompts, away, scale in calls.values():
+    sampler = Sampler(zoo.from_upstream(pipe.unet), make_schedule(pipe.scheduler, 6), shape=SHAPE)
+    for away, scale in ((negative, 5.0), (None, 1.0)):  # guided, and on the text alone
         expected = pipe(
-            prompt=prompts, negative_prompt=away, num_inference_steps=6, guidance_scale=scale, height=16, width=24,
+            prompt=prompt, negative_prompt=away, num_inference_steps=6, guidance_scale=scale, height=16, width=24,
             latents=latents, output_type="latent",
         ).images  # fmt: skip
         with torch.no_grad():
-            given = encoded(pipe, prompts, away)
+            given = encoded(pipe, prompt, away)
         found = sampler(**given, latents=latents, guidance_scale=scale)
         assert reference.relative_error(found, expected) < 1e-4
     assert not found.is_inference() and not found.requires_grad
@@ -332,7 +323,6 @@ CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for wid
 )  # fmt: skip
 def test_bad_calls_are_refused_before_a_step_runs(case, options, error, words):
     unet = model(case)
-
     unet.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     sampler = Sampler(unet, make_schedule(EULER, 3), shape=SHAPE)
     with pytest.raises(error, match=words):
@@ -360,12 +350,9 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     assert reference.relative_error(found.cpu(), on_host) < 0.05
     state, step = sampler._state, sampler._step
     assert step is not None
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronising_raises():
         for _ in range(8):
             step(unet, state, True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(sampler(**on_gpu), found)
     assert sampler.captures == 1
 
@@ -374,7 +361,6 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
 
 EULER_NAME, DPM_NAME = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"
 ZERO = {"rescale_betas_zero_snr": True}
-SPACINGS = ("leading", "trailing", "linspace")
 # One step, one of two orders, the ends of lower order (under 15 steps), and where a timestep falls on a half.
 COUNTS = (1, 2, 3, 5, 14, 15, 30, 48)
 
@@ -420,7 +406,7 @@ def assert_same(theirs: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_the_same_steps(name: str, spacing: str, prediction: str) -> None:
     for steps in COUNTS:
