@@ -404,10 +404,8 @@ class Core(nn.Module):
 def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when_a_call_shows_it() -> None:
     model, x = Sequence(*(IndexedBlock(4, place) for place in Place)), torch.randn(2, 4)
     zoo.compile_regions(model, backend="eager")
-    with (
-        torch.no_grad(),
-        pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for .* where one would do: .*index"),
-    ):
+    warned = pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for .* where one would do: .*index")
+    with warned, torch.no_grad():
         model(x)
     zoo.uncompile(model)
     (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles
@@ -456,9 +454,7 @@ def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None], hooked:
     assert not zoo.find_regions(model).obstacles
     hook(model)
     found = zoo.find_regions(model).obstacles
-    assert len(found) == hooked and all(
-        "have hooks of accelerate or diffusers" in obstacle.message for obstacle in found
-    )
+    assert len(found) == hooked and all("have hooks of accelerate or diffusers" in each.message for each in found)
 
 
 PAGE = rows_of((Path(__file__).resolve().parents[1] / "docs/conformance.md").read_text(encoding="utf-8"))
