@@ -401,8 +401,6 @@ WEIGHTS: list[tuple[Any, ...]] = [
     ({"edge_weight": torch.arange(3)}, r"edge_weight is torch\.int64, expected floating-point numbers", TypeError),
     ({"edge_weight": torch.rand(3, device="meta")}, "edge_weight is on meta and the edges on cpu"),
 ]  # fmt: skip
-
-
 SAMPLED: list[tuple[Any, ...]] = [
     ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
     ({"fanouts": (5, 0)}, r"fanouts are \(5, 0\)"),
@@ -493,10 +491,7 @@ def graphs() -> list[Refusal]:
             TypeError,
         ),
         (lambda: gcn_of_two(own, cut), "graphs of a sampled batch are for GraphSAGE"),
-        *(
-            (lambda options=options: sampler_of(**options), words, (ValueError, TypeError))
-            for options, words in SAMPLED
-        ),
+        *((lambda given=given: sampler_of(**given), words, (ValueError, TypeError)) for given, words in SAMPLED),
     ]
 
 
@@ -515,8 +510,6 @@ LABELS: list[tuple[Any, ...]] = [
         r"start_positions has shape \[5\], expected \[2\] or \[2, 1\]",
     ),
 ]  # fmt: skip
-
-
 PACKED: list[tuple[Any, ...]] = [
     ({"input_ids": IDS.float()}, "input_ids is torch.float32", TypeError),
     ({"attention_mask": MASK[:1]}, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
@@ -531,8 +524,6 @@ PACKED: list[tuple[Any, ...]] = [
     ({"buckets": ()}, "expected sizes in tokens"),
     ({"buckets": (8,), "input_ids": IDS[:, :1]}, "length 1, expected sizes in tokens"),
 ]  # fmt: skip
-
-
 SCALINGS: list[tuple[Any, ...]] = [
     ({"kind": "yarn", "factor": 2.0}, "kind is 'yarn'"),
     ({"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "needs low < high"),
