@@ -270,14 +270,9 @@ BY_HAND: list[tuple[Make, Any, str]] = [
     ),
     (partial(graph_model, pyg.GAT, {}), ("convs.0", "dropout", 0.5), r"dropout=0\.5"),
 ]
-
-
 REFUSED: list[tuple[Make, str]] = [
     *(
-        (
-            lambda option=option, value=value: changed(bert.make("bert", "pooled"), **{option: value}),
-            f"{option}={value!r}",
-        )
+        (lambda name=option, value=value: changed(bert.make("bert", "pooled"), **{name: value}), f"{option}={value!r}")
         for option, value in [
             ("is_decoder", True), ("add_cross_attention", True), ("position_embedding_type", "relative_key"),
             ("hidden_act", "silu"),
