@@ -20,16 +20,14 @@ from benchmarks.process import ROOT, Worker, WorkerFailure, failure_of
 from benchmarks.record import KernelTime
 from benchmarks.report.cells import race_notes
 from benchmarks.worker import Handler, _relative_error
+from tests.blocks import Wired
 from tests.rows import row, shown
 from tests.runs import CASE, EAGER, FAKE, handler, talk, told
 from zoo.ops import common as operators
 
 
 def preparation(case: Case) -> list[dict[str, Any]]:
-    return [
-        {"op": "load", "workload": FAKE},
-        {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0},
-    ]
+    return [{"op": "load", "workload": FAKE}, {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0}]
 
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
@@ -254,11 +252,7 @@ def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.Mon
     assert f"! zoo regional: {result.reason}." in race_notes(race)
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
+class Layer(Wired):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.linear(x))
 
