@@ -23,6 +23,7 @@ from tests.test_unet_sampler import pipeline
 from zoo.engine.compile import plan_of
 from zoo.llm import load, save
 
+ROOT = Path(__file__).parent.parent
 FIGURES = re.compile(r"(\d+) tokens; first token after [\d.]+ ms; [\d.]+ tokens/s, [\d.e+-]+ GB/s of weights")
 
 
@@ -56,8 +57,7 @@ def words(ids: list[int]) -> str:
 
 
 def answer(folder: Path, prompt: list[int], **settings: Any) -> list[int]:
-    tokens: list[int] = load(folder).generate([prompt], **settings)[0].tolist()
-    return tokens
+    return load(folder).generate([prompt], **settings)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,9 @@ def test_help_needs_no_library_and_a_run_names_the_extra(example, library, extra
         f"import runpy, sys; sys.modules[{library!r}] = None; runpy.run_module('examples.{example}', {{}}, '__main__')"
     )
     call = [sys.executable, "-c", run]
-    root = Path(__file__).parent.parent
-    shown = subprocess.run([*call, "--help"], cwd=root, capture_output=True, text=True, check=False)
+    shown = subprocess.run([*call, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0 and "usage:" in shown.stdout, shown.stderr
-    refused = subprocess.run([*call, *arguments], cwd=root, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*call, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert refused.returncode and f'pip install "regional-zoo[{extra}]"' in refused.stderr
 
 
@@ -87,9 +86,8 @@ def test_a_prompt_is_continued(folder: Path, capsys: pytest.CaptureFixture[str])
     assert len(set(expected)) > 5 and out == words(expected)
     found = FIGURES.search(err)
     assert found is not None and int(found[1]) == 40, err
-    chat.main(
-        [*call, "--max-new-tokens", "9", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.9", "--seed", "4"]
-    )
+    drawing = "--max-new-tokens 9 --temperature 0.9 --top-k 40 --top-p 0.9 --seed 4"
+    chat.main([*call, *drawing.split()])
     settings = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "seed": 4}
     assert capsys.readouterr().out == words(answer(folder, [5, 6], max_new_tokens=9, **settings))
     chat.main([*call, "--max-new-tokens", "1"])
@@ -118,11 +116,8 @@ def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypat
 
 @pytest.mark.slow
 def test_as_a_command(folder: Path) -> None:
-    root = Path(__file__).parent.parent
     call = [sys.executable, "examples/chat.py", str(folder), "--prompt", "w5", "--device", "cpu", "--no-compile"]
-    done = subprocess.run(
-        [*call, "--max-new-tokens", "5"], capture_output=True, text=True, cwd=root, timeout=120, check=False
-    )
+    done = subprocess.run([*call, "--max-new-tokens", "5"], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == words(answer(folder, [5], max_new_tokens=5))
 
@@ -160,12 +155,10 @@ def test_a_server_that_starts_again_compiles_nothing(tmp_path: Path, capsys, mon
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PATH = Path(__file__).parent.parent / "examples" / "text_to_image.py"
-
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("text_to_image", PATH)
+    spec = importlib.util.spec_from_file_location("text_to_image", ROOT / "examples" / "text_to_image.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
