@@ -72,9 +72,8 @@ def test_rows_of_two_processes(parallel: str, words: str, arms: list[str], tmp_p
     out = tmp_path / "rows.jsonl"
     done = torchrun(*words.split(), "--parallel", parallel, "--out", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert max(map(len, done.stdout.splitlines())) <= 80 and "scaling is over one process" in " ".join(
-        done.stdout.split()
-    )
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "scaling is over one process" in " ".join(done.stdout.split())
     environment, *rows = Store(out).rows()
     assert environment["commit"] and environment["collectives"] == "gloo"
     assert [f"{row['case']['impl']} {row['case']['strategy']}" for row in rows] == arms
@@ -89,9 +88,8 @@ def test_rows_of_two_processes(parallel: str, words: str, arms: list[str], tmp_p
         else:
             assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-3)
             each = [of_rank["losses"] for of_rank in row["of_ranks"]]
-            assert (each[0] == each[1]) == row["command"].endswith(
-                ("'zoo eager'", "'zoo regional'")
-            )  # the zoo's are means
+            means = row["command"].endswith(("'zoo eager'", "'zoo regional'"))  # the zoo's are
+            assert (each[0] == each[1]) == means
 
 
 @pytest.mark.slow
@@ -112,9 +110,8 @@ MEASURED = Case(family="bert", model="bert-base", input="32x128", strategy="regi
 
 def process(first_call: float, output: str = "same", **compiled: int) -> Process:
     seconds = {"python": 0.1, "torch": 2.0, "library": 0.4, "harness": 9.0, "model": 0.5, "first call": first_call}
-    return Process(
-        seconds=seconds, compiled={"files": 0, "graphs": 0, **compiled}, call_ms=1.5, host_ms=0.25, output=output
-    )
+    counts = {"files": 0, "graphs": 0, **compiled}
+    return Process(seconds=seconds, compiled=counts, call_ms=1.5, host_ms=0.25, output=output)
 
 
 def rows(*loaded: Process) -> Rows:
