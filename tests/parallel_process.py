@@ -135,11 +135,9 @@ def refused(words: str, call: Callable[[], Any]) -> None:
 def refusals(sizes: dict[str, int]) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    shard, tp = mesh_of({"dp_shard": 2}), mesh_of({"tp": 2})
+    shard, tp, dp = mesh_of({"dp_shard": 2}), mesh_of({"tp": 2}), mesh_of({"dp": 2})
     llm = build("llm-debug")
-    refused(
-        "('dp',), expected some of ('dp_replicate', 'dp_shard', 'tp')", lambda: parallelize(llm, mesh_of({"dp": 2}))
-    )
+    refused("('dp',), expected some of ('dp_replicate', 'dp_shard', 'tp')", lambda: parallelize(llm, dp))
     refused("are None", lambda: parallelize(llm, init_device_mesh("cpu", (2,))))
     three = build("llm-debug", num_attention_heads=3, num_key_value_heads=3)
     refused("layers.0 has heads 3, which tp=2 does not divide", lambda: parallelize(three, tp))
@@ -257,9 +255,8 @@ def sums(sizes: dict[str, int], folder: Path, dtype: torch.dtype) -> None:
     from torch.distributed import _symmetric_memory as symmetric
 
     mesh, rank, ranks = mesh_of(sizes), dist.get_rank(), dist.get_world_size()
-    layer: Any = (
-        parallelize(build("llm-debug", dtype=dtype).requires_grad_(False), mesh, compile=False).layers[0].o_proj
-    )
+    split: Any = parallelize(build("llm-debug", dtype=dtype).requires_grad_(False), mesh, compile=False)
+    layer = split.layers[0].o_proj
     assert layer.shared is None, "no memory is shared by processes on the CPU"
     starts: list[Tensor] = []
 
@@ -404,9 +401,7 @@ def checks(group: str, folder: Path) -> dict[str, Callable[[], None]]:
             "llm-debug checkpoint": same("llm-debug", FSDP, checkpoint=LLMLayer),
             "llm-debug chunked": same("llm-debug", FSDP, loss=chunked_loss),
             "bert-debug tp": same("bert-debug", TP),
-            "graphsage sampled": same(
-                "graphsage-debug", DP, loss=sampled_loss, drawn=sampled, overrides={"dropout": 0.0}
-            ),
+            "graphsage sampled": same("graphsage-debug", DP, loss=sampled_loss, drawn=sampled),
             "decoding": lambda: decoding(TP),
             "encoding": lambda: encoding(TP),
             "budget": lambda: budget(DP),
