@@ -429,7 +429,9 @@ def test_graphs_of_kernels_load_without_the_compiler(how: tuple[str, ...], tmp_p
 
 
 @pytest.mark.slow
-def test_the_command_compiles_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compiles_and_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = str(tmp_path / "compiled")
     with warnings.catch_warnings():
         assert main(["compile", "gcn-debug", "--input", "num_nodes=16,num_edges=32", "--out", folder]) == 0
@@ -446,6 +448,9 @@ def test_the_command_compiles_and_tells(tmp_path: Path, capsys: pytest.CaptureFi
         ("llm-debug", ["--device", "cuda", "--out", folder], "torch finds no usable GPU here"),
     ):
         assert main(["compile", name, *option]) == 2 and words in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda place, _: place != tmp_path)
+    assert main(["compile", "gcn-debug", "--out", str(tmp_path / "new")]) == 2
+    assert f"new cannot be written: {tmp_path} is read-only" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,12 @@ def _parser() -> argparse.ArgumentParser:
         help="sizes of zoo.example_inputs, as batch=8,tokens=512; repeat it for each shape; decode=1x1024 is one token "
         "for each row over a cache",
     )  # fmt: skip
-    compiles.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    dtypes = ("float32", "bfloat16", "float16")
+    compiles.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
     compiles.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
     compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
-    compiles.add_argument("--out", required=True, metavar="DIR")
+    compiles.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to overwrite")
     compiles.set_defaults(command=_compile)
     info = commands.add_parser("info", help="what is in a folder, and for which machine")
     info.add_argument("folder", metavar="DIR")
@@ -59,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list(given: argparse.Namespace) -> None:
     for family in families():
-        print(f"{family.name}: {', '.join(family.presets)}")
+        names = f"{family.name}: {', '.join(family.presets)}"
+        print(textwrap.fill(names, 80, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _compile(given: argparse.Namespace) -> None:

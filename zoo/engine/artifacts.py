@@ -128,9 +128,12 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
 
 
 def check_target(path: Path) -> None:
-    """ValueError if the folder to write to holds something other than compiled regions."""
+    """Refuse a folder that holds something other than compiled regions, and one that cannot be written."""
     if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
+    parent = next(each for each in path.absolute().parents if each.exists())
+    if not os.access(parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: {parent} is read-only; name a folder elsewhere")
 
 
 def _check_key(key: bytes | str | None) -> None:
