@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import zoo
-from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_softmax, edge_sum, kept
+from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_softmax, edge_sum, exact, kept
 from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
 from zoo.gnn import CSRGraph
 from zoo.gnn.graph import Recipe
@@ -57,10 +57,6 @@ def hub(
 
 def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(rows, *shape).to(DEVICE, dtype)
-
-
-def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
-    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:

@@ -69,6 +69,11 @@ def edge_attention(
     return edge_sum(x, source, destination, rows, edge_softmax(F.leaky_relu(score, slope), destination, rows))
 
 
+def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
+    """Sources and destinations of the edges, and how many rows there are: the last arguments of what is above."""
+    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
+
+
 def edges_of(batch: SampledBatch) -> Tensor:
     """A sampled batch's edges as an ``edge_index`` [2, edges] of its own numbering, without padding."""
     graph = batch.graphs[0]

@@ -34,6 +34,10 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0, s
     return (torch.randn(*shape) * scale + mean).to(DEVICE, dtype)
 
 
+def in_float64(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
 def close(
     found: Tensor, expected: Tensor, dtype: torch.dtype, relative: float | None = None, *, times: float = 1.0,
     layout: torch.memory_format = torch.preserve_format,

@@ -11,7 +11,7 @@ from torch import Tensor
 import zoo
 import zoo.ops.common
 from tests import kernel_checks
-from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, in_float64, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
 from zoo.ops.attention import attend, decode_attention, decode_layer, rotate_into, split_rotated
@@ -26,10 +26,6 @@ RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     kernel_checks.close(found, expected, dtype, RELATIVE[dtype])
-
-
-def in_float64(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import zoo
-from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_sum
+from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_sum, exact
 from tests.test_bad_inputs import EDGES, X
 from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
@@ -67,8 +67,6 @@ def test_learned_edge_weights_compile_without_a_break_and_raw_edges_break_once()
     (expected,) = torch.autograd.grad(model(x, edge_index, weight).square().sum(), weight)
     (found,) = torch.autograd.grad(compiled(x, graph).square().sum(), weight)
     torch.testing.assert_close(found, expected)
-    model = zoo.create("gcn-debug")
-    x, edge_index = zoo.example_inputs(model).values()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, dynamic=False, backend=counter)
     counters.clear()
@@ -145,15 +143,12 @@ def test_autocast_takes_either_dtype_and_refuses_integers() -> None:
         torch.testing.assert_close(out.float(), conv.float()(X, EDGES), rtol=0.05, atol=0.05)
 
 
-every_graph = pytest.mark.parametrize("name", GRAPHS)
-
-
 def edges(name: str) -> tuple[Tensor, tuple[int, int]]:
     rows, sizes = GRAPHS[name]
     return torch.tensor(rows, dtype=torch.int64).view(2, -1), sizes
 
 
-@every_graph
+@pytest.mark.parametrize("name", GRAPHS)
 def test_rows_are_sorted_aggregations_are_sums_over_edges_and_attention_does_not_overflow(name: str) -> None:
     edge_index, sizes = edges(name)
     weight = torch.arange(edge_index.shape[1], dtype=torch.float32)
@@ -168,7 +163,6 @@ def test_rows_are_sorted_aggregations_are_sums_over_edges_and_attention_does_not
     assert tensors.destination[transpose.permutation].equal(transpose.destination)
     assert tensors.source[transpose.permutation].equal(torch.sort(edge_index[0]).values)
     assert transpose.colptr.tolist() == [int((edge_index[0] < s).sum()) for s in range(sizes[0] + 1)]
-    edge_index, sizes = edges(name)
     weight, x = torch.rand(edge_index.shape[1], dtype=torch.float64), torch.randn(sizes[0], 3, dtype=torch.float64)
     weighted = CSRGraph.from_edge_index(edge_index, weight, sizes).tensors
     plain = CSRGraph.from_edge_index(edge_index, None, sizes).prepared(Recipe(mean=True), torch.float64).tensors
@@ -351,10 +345,6 @@ def random_graph(weight: bool = False, **recipe: bool) -> CSRGraph:
     edges = torch.stack([torch.randint(8, (40,)), torch.randint(1, 7, (40,))])
     edges[1, :12] = 2
     return CSRGraph.from_edge_index(edges, torch.rand(40) if weight else None, (8, 7)).prepared(Recipe(**recipe))
-
-
-def exact(graph: GraphTensors) -> tuple[Tensor, Tensor, int]:
-    return graph.source, graph.destination, graph.rowptr.shape[0] - 1
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

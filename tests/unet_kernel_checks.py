@@ -12,7 +12,7 @@ from torch import Tensor
 import zoo
 from tests import kernel_checks
 from tests.blocks import graphs_of
-from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, RELATIVE, in_float64, kernels_run  # noqa: F401
 from tests.operator_checks import Call, check, tensors
 from zoo.ops import common, transformer
 from zoo.ops import images as ops
@@ -59,10 +59,6 @@ def values(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -
 
 def contiguous(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def in_float64(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.double() for tensor in tensors]
 
 
 def calls(channels: int, groups: int, first: int, dtype: torch.dtype, size: tuple[int, int] = SIZE) -> dict[str, Call]:
