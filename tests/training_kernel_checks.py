@@ -149,8 +149,6 @@ def alike(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Any:
 
 
 SAME = ((6, 8), (48,), (2, 3, 2, 4), (1, 48), (8, 6), (3, 4, 4), (12, 4), (4, 3, 2, 2), (24, 2), (48,), (16, 3))
-
-
 ALL = [[48] * 8, [48] * 3, [30]]
 
 
@@ -285,9 +283,7 @@ def test_rows_with_nan_and_infinity_match_torch_and_a_label_that_is_no_class_is_
 
 @pytest.mark.parametrize("norms", [None, [1.0, 2.0, math.inf, 1.0]], ids=["loss", "norm"])
 @pytest.mark.parametrize("losses", [[0.5, 1.0, 2.0, 3.0], [0.5, math.inf, math.nan, 1.0], [math.nan, 1.0, 2.0, 3.0]])
-def test_a_step_is_judged_by_its_loss_and_norm(
-    losses: list[float], norms: list[float] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_judged_by_its_loss_and_norm(losses, norms, monkeypatch):
     monkeypatch.setattr(operators, "kernels_run", lambda *_: False)
 
     def state() -> list[Tensor]:
