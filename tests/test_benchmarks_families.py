@@ -168,13 +168,15 @@ WRONG = {
 
 @pytest.mark.parametrize(("family", "name"), [(each, name) for each, names in WRONG.items() for name in names.split()])
 def test_a_wrong_weight_shows(family: str, name: str):
-    for case in (c.values[0] for c in of("zoo", workload="inference")):
-        if case.model == f"{family}-debug" and "3x8x8" not in case.input:
-            prepared = prepare(case)
-            weights = dict(prepared.model.named_parameters())
-            with torch.no_grad():
-                weights[name if name in weights else f"model.{name}"].mul_(0.5)
-            assert error(first_call(prepared), prepared.reference()) > 1e-3
+    cases = [c.values[0] for c in of("zoo", workload="inference") if c.values[0].model == f"{family}-debug"]
+    cases = [case for case in cases if "3x8x8" not in case.input]
+    assert cases
+    for case in cases:
+        prepared = prepare(case)
+        weights = dict(prepared.model.named_parameters())
+        with torch.no_grad():
+            weights[name if name in weights else f"model.{name}"].mul_(0.5)
+        assert error(first_call(prepared), prepared.reference()) > 1e-3
 
 
 @pytest.mark.parametrize("case", of("zoo", "upstream", workload="train"))
@@ -289,7 +291,7 @@ def test_calls_under_the_outer_cuda_graph(case: Case):
     # On the CPU it copies and overwrites as a replay would.
     prepared = prepare(case)
     if prepared.capture is not None or not any(True for _ in prepared.model.parameters()):
-        return
+        pytest.skip("it captures its steps itself, or has no weights to capture")
     expected = output_of(case, prepared, calls=3)
     with torch.inference_mode():
         step = zoo.cuda_graph(prepared.model, kwargs=prepared.inputs, static=prepared.static, clone_outputs=False)

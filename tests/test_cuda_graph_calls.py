@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Sequence, Stack
 from torch import Tensor, nn
 
 import zoo
+from tests.blocks import Sequence, Stack
 from zoo import RegionWarning
 
 

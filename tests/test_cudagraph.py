@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Dropping, Stack
 from torch import Tensor, nn
 
 import zoo
+from tests.blocks import Dropping, Stack
 from zoo.engine.graphed_step import CaptureError
 
 

@@ -9,7 +9,6 @@ import torch
 import torch_geometric.nn as pyg
 import transformers
 from diffusers import UNet2DConditionModel
-from fuzzing import Results, backward, compare, convert, dtypes, fuzz, one_of, randomize, rarely, round_trips, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -18,6 +17,19 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
 from tests.bert_reference import NAMES
+from tests.fuzzing import (
+    Results,
+    backward,
+    compare,
+    convert,
+    dtypes,
+    fuzz,
+    one_of,
+    randomize,
+    rarely,
+    round_trips,
+    seeds,
+)
 from tests.gnn_reference import edges_of
 from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.bert import pack, unpack

@@ -153,18 +153,21 @@ def test_weights_that_a_smaller_dtype_cannot_hold_or_that_hold_code_are_named(tm
     with pytest.warns(zoo.WeightsWarning, match="NaN or infinite values: layers.0.conv.bias;"):
         zoo.create("gcn-debug", weights=tmp_path / "weights.pt", dtype=torch.float16)
     for new_format in (True, False):
-        torch.save({"a": Payload()}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
+        torch.save({"a": Payload(tmp_path / "made")}, tmp_path / "evil.pt", _use_new_zipfile_serialization=new_format)
         with pytest.raises(ValueError, match=r"evil\.pt refers to posix\.mkdir; .* as \.safetensors"):
             zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
-    assert not Path("/tmp/should-not-exist-from-weights").exists()
+    assert not (tmp_path / "made").exists()
     (tmp_path / "evil.pt").write_bytes(b"garbage" * 20)
     with pytest.raises(ValueError, match=r"evil\.pt cannot be unpickled"):
         zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
 
 
 class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("/tmp/should-not-exist-from-weights",)
+        return os.mkdir, (str(self.path),)
 
 
 class Theirs(nn.Module):

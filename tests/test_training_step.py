@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from training_models import Weighted, build, draw, loss_of, optimizer_of, plain_losses
 
+from tests.training_models import Weighted, build, draw, loss_of, optimizer_of, plain_losses
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
 
