@@ -244,9 +244,11 @@ def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gp
     for index in aligned:
         launch(index)
     assert len(gpu.compiled) == compiled, "a launch compiled its kernel again"
-    monkeypatch.setattr(_scaled, "warmup", lambda *_, **__: 1 / 0)
-    with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
-        compile_together([(_scaled, [torch.float32], {})])
+    _scaled.device_caches.clear()
+    for patch in ((triton.compiler, "compile"), (_scaled, "warmup")):
+        monkeypatch.setattr(*patch, lambda *_, **__: 1 / 0)
+        with pytest.warns(RuntimeWarning, match="1 kernels are compiled one by one: ZeroDivisionError"):
+            compile_together([(_scaled, described[0], given[0][1])])
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -9,7 +9,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,8 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
     """
     driver, knobs = triton.runtime.driver.active, triton.knobs.runtime
     device = driver.get_current_device()
-    failed: list[Any] = []
+    failed: list[BaseException | None] = []
+    builds: list[Future[Any]] = []
 
     def compile_one(build: Callable[[], Any]) -> Any:
         driver.set_current_device(device)  # a thread starts on the first
@@ -52,6 +53,10 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
         if _has_descriptor(compiled.src.signature):
             driver.launcher_cls(compiled.src, compiled.metadata)
         return compiled
+
+    def submit(build: Callable[[], Any]) -> Future[Any]:
+        builds.append(threads.submit(compile_one, build))
+        return builds[-1]
 
     # Older Tritons compile C that launches a kernel, as slowly as the kernel, and find it on disk at the launch. It is
     # of the kernel's signature alone, so that both are compiled at a time, unless the signature has a descriptor.
@@ -63,14 +68,13 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, knobs.scope():
         knobs.jit_cache_hook = knobs.jit_cache_hook or start_launcher
-        executor: Any = types.SimpleNamespace(submit=lambda build: threads.submit(compile_one, build))
-        with triton.AsyncCompileMode(executor, ignore_errors=True) as mode:
+        with triton.AsyncCompileMode(types.SimpleNamespace(submit=submit), ignore_errors=True):
             for kernel, given, options in launches:
                 try:
                     kernel.warmup(*given, grid=(1,), **options)
                 except Exception as error:
                     failed.append(error)
-    failed += [each.exception() for each in mode.raw_futures if each.exception() is not None]
+    failed += [error for error in map(Future.exception, builds) if error is not None]
     if failed:
         warnings.warn(f"{len(failed)} kernels are compiled one by one: {failed[0]!r}", RuntimeWarning, stacklevel=2)
 
