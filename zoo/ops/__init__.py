@@ -1,1 +1,1 @@
-"""Operators of our own: each a function with its torch reference, and a Triton kernel that the compiler sees."""
+"""The zoo's own operators. Each is a function with a torch reference and a Triton kernel that the compiler sees."""

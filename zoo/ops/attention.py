@@ -1,6 +1,6 @@
-"""Rotary positions, attention of grouped queries over a cache, and a decoding step's layer.
+"""Rotary embeddings, grouped-query attention over a KV cache, and the decoder layer of a decoding step.
 
-The token of position p lies in slot p of the cache. Rotary embeddings are https://arxiv.org/abs/2104.09864.
+The token at position p is in slot p of the cache. Rotary embeddings: https://arxiv.org/abs/2104.09864.
 
 Shape legend: B batch, T tokens, S slots of the cache, H query heads, K key and value heads, G = H / K, D width of a
 head, M rows of features, C columns, N rows of a weight.
@@ -20,7 +20,7 @@ from zoo.ops.transformer import reference_rms_norm
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn the two halves of each head against each other.
+    """Apply rotary embeddings: rotate each pair of elements from the two halves of a head.
 
     x [B, T, H, D], rotary [B or 1, T, D] -> [B, T, H, D] in the dtype of x, computed in at least float32.
     """
@@ -37,7 +37,7 @@ def heads_fit(width: int) -> bool:
 def split_rotated(
     qkv: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float, heads: int, key_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Qkv [B, T, (H + 2 K) D] -> queries [B, T, H, D], keys and values [B, T, K, D], the first two normed and rotated.
+    """Qkv [B, T, (H + 2 K) D] -> queries [B, T, H, D], keys and values [B, T, K, D]; norm and rotate queries and keys.
 
     Rotary [B or 1, T, D] float32 holds the cosines and sines of the tokens' positions; q_norm and k_norm [D] are the
     weights of RMS norms, or None.
@@ -68,28 +68,28 @@ def rotate_into(
     qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
     eps: float, heads: int,
 ) -> Tensor:  # fmt: skip
-    """``split_rotated`` whose keys and values are written into cache [2, B, K, S, D]: queries [B, T, H, D].
+    """Do ``split_rotated`` and write keys and values into cache [2, B, K, S, D]: returns queries [B, T, H, D].
 
-    Positions [B, T] int64 may occur twice in a row if they are the same token; one without a slot is not written by
-    kernels, and elsewhere an error.
+    A row of positions [B, T] int64 may repeat a position only for the same token. Kernels do not write a position
+    outside the cache; torch's operators raise an error.
     """
     if _kernels_fit(qkv, cache):
         return kernels.attention.rotate_into(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads)
     query, key, value = split_rotated(qkv, rotary, q_norm, k_norm, eps, heads, cache.shape[2])
     row = torch.arange(positions.shape[0], device=positions.device)[:, None]
-    # One write to the whole tensor: to keys and values apart it would be a copy of the cache for some compilers.
+    # One write to the whole tensor: for separate writes of keys and values some compilers copy the cache.
     cache[:, row, :, positions] = torch.stack((key, value), dim=2).to(cache.dtype)
     return query
 
 
-# From here on a matrix product of the vendor's library reads weights as fast.
+# With more rows the vendor library's matrix product reads weights as fast.
 MOST_ROWS = 4
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Attention of query [B, T, H, D] over cache [2, B, K, S, D], keys and values: [B, T, H, D].
+    """Attention of query [B, T, H, D] over keys and values in cache [2, B, K, S, D]: [B, T, H, D].
 
-    The cache holds the queries' own tokens already. A query at position p (positions [B, T] int64) sees slots 0 to p,
+    The cache already holds the queries' own tokens. A query at position p (positions [B, T] int64) sees slots 0 to p,
     or the last ``window`` of them.
     """
     if _kernels_fit(query, cache) and not differentiated(query, cache):
@@ -101,7 +101,7 @@ def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) 
     seen = slot <= positions[..., None]
     if window is not None:
         seen = seen & (slot > positions[..., None] - window)
-    # Queries that share a key head stand below each other: every backend takes that, and no key is copied.
+    # Queries that share a key head are rows of one matrix: every backend takes that, and no key is copied.
     rows = query.view(batch, tokens, key_heads, groups, width).permute(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, key_heads, groups * tokens, width)
     mask = seen[:, None, None].expand(-1, 1, groups, -1, -1).reshape(batch, 1, groups * tokens, slots)
@@ -116,8 +116,8 @@ def decode_attention(
     """``rotate_into`` and ``attend`` of one new token per row: qkv [B, (H + 2 K) D] -> [B, H D].
 
     The token's key and value are written into cache [2, B, K, S, D] at positions [B] int64. Kernels do not write a
-    position without a slot, and let it see what the nearest slot would; elsewhere it is an error. Rotary [B, D] float32
-    holds the positions' cosines and sines; q_norm and k_norm [D] are the weights of RMS norms, or None.
+    position outside the cache and clamp it for reads; torch's operators raise an error. Rotary [B, D] float32 holds the
+    positions' cosines and sines; q_norm and k_norm [D] are the weights of RMS norms, or None.
     """
     if _kernels_fit(qkv, cache):
         return kernels.decode.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
@@ -131,7 +131,7 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
 
 
 def few_rows(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the products of a decoding step take x [M, C]: few rows, of the dtype of products, no gradients."""
+    """Whether the decoding kernels take x [M, C]: few rows, the dtype of products, and no gradients."""
     alike = x.shape[0] <= MOST_ROWS and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in weights)
     return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
 
@@ -142,14 +142,14 @@ def decode_layer(
     gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
     add_parts: Callable[[Tensor], Tensor] | None = None, first: bool = True,
 ) -> Tensor:  # fmt: skip
-    """A decoder layer for one new token a row, by kernels alone: x [M, C] -> [M, C]. Runs for ``zoo.llm.LLMLayer``.
+    """A decoder layer for one new token per row, in Triton kernels: x [M, C] -> [M, C]. ``zoo.llm.LLMLayer`` calls it.
 
-    Each kernel begins while the one before it ends, by programmatic dependent launch. Not where Inductor compiles them,
-    in a model compiled as a whole: torch 2.11 ignores ``launch_pdl`` of a kernel that it traces. In one CUDA graph 24
-    dependent products of a row take 78 us so, and 102 us without the overlap (one H200, Triton 3.6).
+    Each kernel begins while its predecessor ends, by programmatic dependent launch. A model compiled as a whole has no
+    such overlap: Inductor of torch 2.11 ignores ``launch_pdl`` of a kernel that it traces. In one CUDA graph 24
+    dependent products of a row take 78 us with the overlap and 102 us without it (one H200, Triton 3.6).
 
-    Cache [2, M, K, S, D] is written in place at positions [M] int64; rotary [M, D] are the positions' cosines and
-    sines. Of a layer that is split over processes, ``add_parts`` adds their parts, the first's with the residual.
+    Cache [2, M, K, S, D] is written in place at positions [M] int64; rotary [M, D] holds the positions' cosines and
+    sines. If a layer is split over processes, ``add_parts`` sums their parts; the first part includes the residual.
     """
     linear = kernels.decode.linear
     qkv = linear(x, qkv_weight, norm, eps, qkv_bias)

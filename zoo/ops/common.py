@@ -1,4 +1,4 @@
-"""When Triton kernels run, dtypes and layouts. Shape legend: B images, C channels, H height, W width."""
+"""Conditions for Triton kernels, dtypes and layouts. Shape legend: B images, C channels, H height, W width."""
 
 import functools
 import importlib.util
@@ -9,33 +9,33 @@ import torch
 from torch import Tensor, nn
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-# What the kernels take; they compute in float32.
+# Dtypes that the kernels take. They compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# ZOO_OWN_KERNELS=0 in the environment leaves everything to the libraries and the compiler, as where Triton is missing.
+# The environment variable ZOO_OWN_KERNELS=0 disables the zoo's kernels, as if Triton were missing.
 ENABLED = os.environ.get("ZOO_OWN_KERNELS") != "0"
 
 
 def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and knows this GPU. May be asked inside a region: the compiler folds the answer."""
+    """Whether Triton is installed and supports this GPU. Callable inside a region: the compiler folds the answer."""
     return device.type == "cuda" and HAS_TRITON and ENABLED and _triton_knows(device)
 
 
 @functools.cache
 def _triton_knows(device: torch.device) -> bool:
-    # What Triton says it supports. On older ones it does much, but no products of bfloat16.
+    # Triton's stated minimum. Older GPUs run many kernels, but no products of bfloat16.
     return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
-# Dynamo calls what is marked so, and traces nothing of it: what a GPU is does not change, so nothing need be guarded.
+# Dynamo calls a marked function instead of tracing it. The GPU does not change, so no guard is needed.
 triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run(*tensors: Tensor | None) -> bool:
-    """Whether an operator on these runs kernels of our own. The compiler folds the answer inside a region.
+    """Whether an operator on these tensors runs the zoo's kernels. The compiler folds the answer inside a region.
 
-    Kernels take three dtypes, on a GPU that Triton knows. They have no derivatives for forward mode and for torch.func,
-    take no tensor that stands for several, and cannot be seen by a mode that watches each operator.
+    Kernels take three dtypes, on a GPU that Triton supports. They have no derivatives for forward mode and torch.func,
+    take no tensor subclass that wraps others, and are invisible to a mode that observes each operator.
     """
     first = tensors[0]
     if first is None or not triton_runs_on(first.device) or transformed() or watched():
@@ -47,7 +47,7 @@ def kernels_run(*tensors: Tensor | None) -> bool:
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether autograd records operations on these tensors. A region guards on both conditions anyway."""
+    """Whether autograd records operations on these tensors. A region guards on both of its conditions anyway."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -59,28 +59,28 @@ def _functorch_runs() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-# Dynamo would trace the question as an operation, and guard nothing either: it traces no region inside a transform, and
-# enters the transforms that a region takes while it traces.
+# Marked, since Dynamo would trace the call as an operation. No guard is needed: Dynamo traces no region inside a
+# transform, and enters a region's own transforms during tracing.
 _functorch_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or forward mode runs, which take no backward of ours. For regions, too."""
+    """Whether torch.func or forward mode is active; both ignore the zoo's backward. Callable inside a region."""
     return _functorch_runs() or torch.autograd.forward_ad._current_level >= 0
 
 
 def watched() -> bool:
-    """Whether a mode such as ``FlopCounterMode`` or ``FakeTensorMode`` watches each operator: it sees no kernel."""
+    """Whether a mode like ``FlopCounterMode`` or ``FakeTensorMode`` observes each operator. It cannot see kernels."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of a floating-point dtype are computed and summed: at least float32."""
+    """The dtype in which operators compute and sum a floating-point dtype: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def compute_dtype(like: Tensor) -> torch.dtype:
-    """The dtype that products of ``like`` have, autocast included."""
+    """The dtype of products of ``like``, including autocast."""
     device = like.device.type
     if like.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -90,8 +90,8 @@ def compute_dtype(like: Tensor) -> torch.dtype:
 def is_unmodified(layer: nn.Module, cls: type[nn.Module] = nn.Linear) -> bool:
     """Whether a layer has exactly this class and no hooks, so that using its tensors equals calling it.
 
-    Adapters replace a layer or its ``forward``, some ways to prune or to quantise change its weight before each call,
-    and tools that explain a model listen to gradients.
+    Adapters replace a layer or its ``forward``, some pruning and quantisation methods change its weight before each
+    call, and interpretability tools hook gradients.
     """
     if type(layer) is not cls or "forward" in vars(layer):
         return False
@@ -112,7 +112,7 @@ def to_images(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def ceil_div(value: int, parts: int) -> int:
-    """Whole parts that hold ``value``. ``triton.cdiv`` is the same, and takes the host microseconds at every launch."""
+    """``value / parts``, rounded up. ``triton.cdiv`` does the same but costs the host microseconds at every launch."""
     return -(-value // parts)
 
 
@@ -122,10 +122,10 @@ def next_power(value: int) -> int:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor, found without the import of DTensor's module."""
+    """Whether a tensor is a DTensor, without importing DTensor's module."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds; any other tensor as it is."""
+    """The local shard of a DTensor; any other tensor is returned unchanged."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]

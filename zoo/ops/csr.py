@@ -1,8 +1,8 @@
-"""A graph in compressed sparse rows; sums, means, maxima and attention over its edges; and draws among them.
+"""A graph in compressed sparse rows; sums, means, maxima and attention over its edges; and sampling among them.
 
-One node with 200,000 neighbours must not keep all others waiting. A row several times longer than the mean is cut into
-chunks, reduced at the same time as the short rows, and a second kernel merges the chunks of each in their order: no
-atomics, and the same bits at every run. Kernels sum in float32 and hold no tensor of E x C. Graph attention is
+One node with 200,000 neighbours must not delay all others. A row several times longer than the mean is cut into chunks.
+Chunks are reduced at the same time as short rows, and a second kernel merges the chunks of each row in order: without
+atomics, results are bitwise reproducible. Kernels sum in float32 and materialise no tensor of E x C. Graph attention:
 https://arxiv.org/abs/1710.10903.
 
 Shape legend: S sources, D destinations, E edges, R rows (destinations; sources in the transpose), X chunks and L long
@@ -20,20 +20,20 @@ from zoo.ops import common
 from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
-# What a sum adds of a row's own features, or puts beside it.
+# Whether a sum adds or concatenates a row's own features.
 Own: TypeAlias = Literal["add", "concat"] | None
-# Fewest edges worth a chunk: one program walks them in some 20 microseconds on an H200, as long as a short launch.
+# Minimum edges of a chunk. One program walks them in some 20 microseconds on an H200, about as long as a short launch.
 EDGES_PER_CHUNK = 128
-# Pieces that keep a large GPU busy to the end.
+# Number of pieces that keeps a large GPU busy to the end.
 ENOUGH_PIECES = 8192
 
 
 class Split(NamedTuple):
-    """Tables of chunks, padded to powers of two, so that graphs of one kind and size have them of one shape."""
+    """Tables of chunks, padded to powers of two, so that similar graphs of similar size share their shapes."""
 
-    chunks: Tensor  # [X, 3] int64, (row, first edge, end) of each, those of one row side by side; empty at the end
+    chunks: Tensor  # [X, 3] int64, (row, first edge, end) of each; chunks of a row are adjacent; padded at the end
     rows: Tensor  # [L, 3] int64, (row, first chunk, end) of each long row; row -1 at the end
-    size: int  # most edges of a row that is not long
+    size: int  # maximum edges of a short row
 
 
 class Transpose(NamedTuple):
@@ -47,7 +47,7 @@ class Transpose(NamedTuple):
 
 
 class GraphTensors(NamedTuple):
-    """The part of a graph that enters a region: sizes come from the shapes of its tensors.
+    """The part of a graph that enters a region. Sizes come from the shapes of its tensors.
 
     Edges are sorted by destination, and keep the order of the input within one destination. Nodes are int32 where the
     graph has fewer than 2^31 nodes and edges, else int64.
@@ -60,21 +60,21 @@ class GraphTensors(NamedTuple):
     inverse_degree: Tensor | None = None  # [D], one over the number of incoming edges, 1 where there are none
     split: Split | None = None  # long rows in pieces, where kernels run on the graph's device and it has any
     transpose: Transpose | None = None  # for backward passes, where gradients are enabled
-    rows: Tensor | None = None  # [] int64, how many of the D stand for nodes, the ones behind are padding; None for all
+    rows: Tensor | None = None  # [] int64, how many of the D rows are nodes; later ones are padding; None for all
 
 
 class Rows(NamedTuple):
-    """One orientation of a graph, as kernels walk it."""
+    """One orientation of a graph (by destination or by source), as kernels walk it."""
 
     pointers: Tensor  # [R + 1] int64, where the edges of each row start
-    nodes: Tensor | None  # [E], the node at the other end of each edge, or None where values lie an edge a row already
+    nodes: Tensor | None  # [E], the node at the other end of each edge, or None if values have one row per edge
     chunks: Tensor | None = None  # [X, 3], as of ``Split``
     long_rows: Tensor | None = None  # [L, 3]
-    chunk_size: int = 0  # most edges of a row that is not long
+    chunk_size: int = 0  # maximum edges of a short row
 
     @property
     def limits(self) -> tuple[int, int, int]:
-        """(R, X, chunk_size); X is 0 where no row is cut."""
+        """(R, X, chunk_size); X is 0 if no row is cut."""
         return self.pointers.shape[0] - 1, 0 if self.chunks is None else self.chunks.shape[0], self.chunk_size
 
 
@@ -96,13 +96,13 @@ def columns_of(graph: GraphTensors) -> Rows:
 def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Tensor:
     """Sums over incoming edges by torch's operators: x [S, C] -> [D, C], or [S, H, C] and weights [E, H] -> [D, H, C].
 
-    On a CPU the sums of ``embedding_bag`` take a twelfth of the time of gathering and ``index_add``.
+    On a CPU ``embedding_bag`` takes a twelfth of the time of a gather with ``index_add``.
     """
     if x.device.type == "cpu" and x.dtype == torch.float32 and not common.transformed():
         if x.dim() == 3:
             assert weight is not None
             return torch.stack([edge_sum(x[:, h], graph, weight[:, h]) for h in range(x.shape[1])], dim=1)
-        # A last bag holds the edges that are padding.
+        # A last bag holds the padding edges.
         offsets = torch.cat([graph.rowptr, graph.rowptr.new_full((1,), graph.source.shape[0])]).to(graph.source.dtype)
         weight = None if weight is None else weight.contiguous()
         out = F.embedding_bag(graph.source, x, offsets, mode="sum", per_sample_weights=weight, include_last_offset=True)
@@ -114,7 +114,7 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
 
 
 def edge_max(x: Tensor, graph: GraphTensors) -> Tensor:
-    """The greatest value over incoming edges by torch's operators, zero where there are none: x [E, C] -> [D, C]."""
+    """Maximum over incoming edges by torch's operators, zero without edges: x [E, C] -> [D, C]."""
     where = graph.destination.long().unsqueeze(-1).expand_as(x)
     zeros = x.new_zeros(graph.rowptr.shape[0], x.shape[1])
     return zeros.scatter_reduce(0, where, x, "amax", include_self=False)[:-1]
@@ -123,8 +123,8 @@ def edge_max(x: Tensor, graph: GraphTensors) -> Tensor:
 def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split | None:
     """The tables of a graph, or None if no row has more than ``size`` edges. Reads two numbers from the device.
 
-    Pointers [R + 1] int64 say where the edges of each row start. ``size``, the most edges of a chunk, is four times the
-    mean row when left out, if that makes pieces enough: every cut costs a partial result.
+    Pointers [R + 1] int64 say where the edges of each row start. ``size``, the maximum edges of a chunk, defaults to
+    four times the mean row if that gives enough pieces, since every cut costs a partial result.
     """
     if size is None:
         mean = edges // max(pointers.shape[0] - 1, 1)
@@ -138,7 +138,7 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
     if num_long == 0:
         return None
     end = count.cumsum(0)
-    # A program that finds its entry empty costs about as much to launch as one that finds work: no more than need be.
+    # The table is as small as possible: a program with an empty entry costs about as much to launch as one with work.
     number = torch.arange(common.next_power(num_chunks), device=pointers.device)
     row = torch.searchsorted(end, number, right=True)
     empty, row = row >= len(degree), row.clamp(max=len(degree) - 1)
@@ -157,11 +157,10 @@ def sum_neighbours(
 ) -> Tensor:  # fmt: skip
     """Sum over incoming edges, times the graph's weights if it has any, plus bias [C]: x [S, W] -> [D, C].
 
-    C is ``channels`` if columns follow in x that are padding, else W. With ``own="add"``, x [S, 2 W] holds what
-    neighbours give beside what each node keeps, and the second half of each destination's own row (the source of the
-    same number) is added. With ``own="concat"`` the destination's row is put beside its sum: [D, 2 C]. ``relu``,
-    which is not for the latter, comes last. A RuntimeError if kernels run, gradients are wanted and the graph has no
-    transpose.
+    C is ``channels`` if x has padding columns, else W. With ``own="add"`` x is [S, 2 W]: the sums take its first half,
+    and the second half of each destination's own row (the source of the same number) is added. With
+    ``own="concat"`` the destination's own row is concatenated to its sum: [D, 2 C]. ``relu`` comes last, and does not
+    combine with ``"concat"``. Raises RuntimeError if kernels run, gradients are needed and the graph has no transpose.
     """
     return _csr_sum(x, graph, graph.weight, None, bias, own, channels, relu)
 
@@ -170,7 +169,7 @@ def mean_neighbours(
     x: Tensor, graph: GraphTensors, *, bias: Tensor | None = None, own: Own = None, channels: int | None = None,
     relu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Mean over incoming edges, zero where there are none; as ``sum_neighbours``. Needs ``inverse_degree``."""
+    """Mean over incoming edges, zero without edges; arguments as in ``sum_neighbours``. Needs ``inverse_degree``."""
     if graph.inverse_degree is None:
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
     scale = graph.inverse_degree
@@ -213,7 +212,7 @@ _OTHER_WAY: dict[Own, Own] = {None: None, "add": "concat", "concat": "add"}
 
 
 class _CsrSum(torch.autograd.Function):
-    """The gradient of a sum is one over the transpose: what was added comes to lie beside, and the other way round."""
+    """The gradient of a sum is a sum over the transpose, with ``"add"`` and ``"concat"`` exchanged."""
 
     @staticmethod
     def forward(
@@ -222,7 +221,7 @@ class _CsrSum(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.own, ctx.channels, ctx.width, ctx.chunk_size = own, channels, x.shape[1], tables[9]
         ctx.weight_dtype, ctx.bias_dtype = (None if each is None else each.dtype for each in (weight, bias))
-        # The features are needed for the gradient of weights alone.
+        # Only the gradient of weights needs the features.
         kept = x if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(kept, scale, t_weight, tables[1], destination, *tables[5:9])
         return kernels.csr.csr_sum(x, Rows(*tables[:5]), weight, None, scale, bias, own, channels)
@@ -246,22 +245,22 @@ class _CsrSum(torch.autograd.Function):
 
 
 def max_neighbours(x: Tensor, graph: GraphTensors) -> Tensor:
-    """Greatest value over incoming edges by torch's operators, zero where there are none: x [S, C] -> [D, C]."""
+    """Maximum over incoming edges by torch's operators, zero without edges: x [S, C] -> [D, C]."""
     return edge_max(x.index_select(0, graph.source), graph)
 
 
-# Places of a node that the kernel draws, which holds them in registers.
+# Maximum places that the kernel draws per node; it holds them in registers.
 MOST_AT_ONCE = 512
 
 
 def distinct(degree: Tensor, count: int, random: torch.Generator) -> Tensor:
-    """For each degree [n] int64 ``count`` different places below it, none below ``count``: [n, count].
+    """Draw ``count`` distinct places below each degree [n] int64; every degree is at least ``count``: [n, count].
 
-    Floyd's algorithm, a column at a time: a place that was drawn before gives way to the last one allowed.
+    Floyd's algorithm, one column at a time: a place that was drawn before is replaced by the last allowed place.
     """
     uniform = torch.rand(count, len(degree), generator=random, dtype=torch.float64, device=degree.device)
     if count <= MOST_AT_ONCE and common.triton_runs_on(degree.device):
-        # The same draws in one launch. By columns they are most of what the host launches for a batch.
+        # The same draws in one launch. Column by column they would be most of a batch's launches.
         return kernels.csr.distinct(degree, uniform)
     places = torch.empty((len(degree), count), dtype=torch.int64, device=degree.device)
     for column in range(count):
@@ -280,13 +279,13 @@ def attention(
     table: Tensor, a_destination: Tensor | None, heads: int, graph: GraphTensors, slope: float, dropout: float = 0.0, *,
     average: bool = False, bias: Tensor | None = None, relu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Neighbours weighed by the softmax of their leaky scores: [D, H C] or, the ``average`` over heads, [D, C].
+    """Sum of neighbours weighted by the softmax of leaky scores: [D, H C] or, with ``average`` over heads, [D, C].
 
     The table [S, H C + H] holds the features of all heads, then the sources' part of each edge's score. The
     destinations' part is a_destination [D, H], or None if it is last in the table, [N, H C + 2 H]. Dropout is the
-    probability that a neighbour is left out. The graph's weights are not used; rows without neighbours are zero. A
-    bias, of the result's width, and ``relu`` come last. A RuntimeError if kernels run, gradients are wanted and the
-    graph has no transpose.
+    probability that a neighbour is dropped. The graph's weights are not used; rows without neighbours are zero. A
+    bias, as wide as the result, and ``relu`` come last. Raises RuntimeError if kernels run, gradients are needed and
+    the graph has no transpose.
     """
     channels = table.shape[1] // heads - (2 if a_destination is None else 1)
     if channels <= WIDEST_HEAD and kernels_run(table, a_destination, bias):
@@ -316,7 +315,7 @@ def _edge_attention(
     own = F.pad(own[: graph.rowptr.shape[0] - 1].to(dtype), (0, 0, 0, 1))  # edges that are padding have a row too
     score = scores[:, :heads].to(dtype).index_select(0, graph.source) + own.index_select(0, graph.destination)
     score = F.leaky_relu(score, slope)
-    # Shifting by the greatest score changes nothing but overflow, so no gradient need pass.
+    # Subtracting the maximum score only prevents overflow, so it needs no gradient.
     greatest = F.pad(edge_max(score.detach(), graph), (0, 0, 0, 1))
     share = (score - greatest.index_select(0, graph.destination)).exp()
     total = share.new_zeros(graph.rowptr.shape[0], heads).index_add(0, graph.destination, share)
@@ -326,7 +325,7 @@ def _edge_attention(
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum of x [..., C] and a bias [C], if there is one, in the dtype of x."""
+    """X [..., C] plus a bias [C], if given, in the dtype of x."""
     if bias is None:
         return x
     # The compiler would fuse even a cast to the same dtype with the sum.
@@ -334,7 +333,7 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """The backward computes the weights anew, from the log of the sum of exponents [D, H]."""
+    """The backward recomputes the weights from the log-sum-exp [D, H]."""
 
     @staticmethod
     def forward(

@@ -1,14 +1,14 @@
-"""Operators on images in channels_last: convolutions, batch and group norms, and what lies around them.
+"""Operators on images in channels_last: convolutions, batch and group norms, and the operations fused with them.
 
     norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
     bias_act     relu(x + bias)  relu(x + bias + residual)
     ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
 
-Group norm is Wu and He, 2018. torch's own goes through the other memory format, and adds a shift and applies SiLU in
-passes of their own.
+Group norm: Wu and He, 2018. torch's group norm converts to the contiguous format, and needs separate passes for the
+shift and SiLU.
 
 Shape legend: B or N images, C channels, H height, W width, R rows (pixels of all images), O channels of the output, D
-channels of squares of pixels, S channels of a skip connection.
+channels after space-to-depth, S channels of a skip connection.
 """
 
 import functools
@@ -35,14 +35,14 @@ from zoo.ops.common import (
 )
 from zoo.ops.transformer import column_sums
 
-# Convolutions to no more pixels, from no fewer channels, are a product of windows, measured on an H200.
+# Convolutions with at most so many output pixels and at least so many channels run as products; measured on an H200.
 MOST_PIXELS, LEAST_CHANNELS = 256, 640
 
 
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
     """X [R, C] plus bias [C] plus residual [R, C], if any: [R, C], in the wider dtype of x and residual. Rounded once.
 
-    torch adds a convolution's bias one number at a time in channels_last. Other shapes are a ValueError.
+    In channels_last torch adds a convolution's bias without vector loads. Raises ValueError for other shapes.
     """
     if residual is not None and x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
@@ -63,7 +63,7 @@ class _ConvAdd(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Each summand has the gradient of the sum; the bias, added to every row, has the total over rows."""
+        """Each summand has the gradient of the sum; the bias gradient is the sum over rows."""
         x, bias, residual = ctx.dtypes
         grad_bias = column_sums(grad, bias) if ctx.needs_input_grad[1] else None
         return grad.to(x), grad_bias, None if residual is None else grad.to(residual)
@@ -75,7 +75,7 @@ def conv3(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
-    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. A layer that was changed is called."""
+    """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. A modified layer is called as a module."""
     weight, bias, stride = layer.weight, layer.bias, layer.stride[0]
     if bias is None or not kernels_run(x, weight, bias) or not is_unmodified(layer, nn.Conv2d):
         return layer(x)
@@ -88,7 +88,7 @@ def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
 def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
     """Whether a 3 × 3 convolution of x [B, C, H, W], padded by 1, is computed as a product of its windows.
 
-    It is for few pixels and many channels: reading the weights takes most of the time, and a product reads them faster.
+    This pays off for few pixels and many channels: weight reads dominate, and a matrix product reads weights faster.
     """
     pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
     few = pixels <= MOST_PIXELS and x.shape[1] >= LEAST_CHANNELS
@@ -103,16 +103,16 @@ def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: 
     return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
 
 
-# Where squares of pixels begin, so that the padding of 3 and a tap of zeros before the others come out even.
+# Where squares of 2 × 2 begin in image and weight. The weight has a zero tap first, so that the padding of 3 is even.
 _IMAGE_OFFSET, _WEIGHT_OFFSET = 4, 1
 
 
 def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
     """The first convolution of a network, without its bias: images in any layout -> [N, O, H', W'] in channels_last.
 
-    A convolution library's fast kernels want channels by the eight, and three leave most of a matrix unit idle. Where
-    kernels run, a 7 × 7 convolution of stride 2 is computed as a 4 × 4 one of stride 1 over squares of 2 × 2 pixels,
-    which have 16 channels: the same products, and zeros. With a, b in 0 .. 6, p, r in 0 .. 3 and q, s in 0, 1,
+    Fast kernels of convolution libraries need multiples of eight channels; three leave most of a matrix unit idle. If
+    kernels run, a 7 × 7 convolution of stride 2 is computed as a 4 × 4 convolution of stride 1 over 2 × 2 squares with
+    16 channels: the same products, plus zeros. With a, b in 0 .. 6, p, r in 0 .. 3 and q, s in 0, 1,
 
         y[i, j] = Σ w[a, b] x[2 i + a - 3, 2 j + b - 3]
                 = Σ w[2 p + q - 1, 2 r + s - 1] x[2 (i + p - 2) + q, 2 (j + r - 2) + s]
@@ -125,7 +125,7 @@ def stem_conv(x: Tensor, conv: nn.Conv2d) -> Tensor:
     height, width = (x.shape[2] + 1) // 2 + 3, (x.shape[3] + 1) // 2 + 3
     depth = 8 if x.shape[1] <= 2 else 16  # a multiple of eight, and a power of two
     squares = space_to_depth(x, _IMAGE_OFFSET, height, width, depth, compute_dtype(x))
-    # Under autocast the convolution narrows its weight.
+    # Autocast casts the weight inside the convolution.
     return F.conv2d(squares, space_to_depth(conv.weight, _WEIGHT_OFFSET, 4, 4, depth, conv.weight.dtype))
 
 
@@ -153,7 +153,7 @@ def group_norm(
 ) -> Tensor:
     """Group norm of images x [B, C, H, W] in channels_last; weight and bias [C]. Statistics are in float32.
 
-    A shift [B, C], if any, is added to each pixel first; with ``silu`` SiLU follows.
+    A shift [B, C], if given, is added to each pixel first. With ``silu`` SiLU follows the norm.
     """
     if not _group_norm_fits(groups, x, weight, bias, shift):
         return _reference_group_norm(x, shift, weight, bias, groups, eps, silu)
@@ -167,9 +167,9 @@ def group_norm(
 def cat_group_norm(
     x: Tensor, skip: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Channels of x [B, C, H, W] and skip [B, S, H, W] side by side, and their group norm, without a pass to join them.
+    """Concatenate channels of x [B, C, H, W] and skip [B, S, H, W] and compute their group norm, in fused passes.
 
-    Returns the norm and the joined channels, [B, C + S, H, W] in channels_last. A group may span x and skip.
+    Returns the norm and the concatenation, [B, C + S, H, W] in channels_last. A group may span x and skip.
     """
     if not _group_norm_fits(groups, x, weight, bias, skip):
         joined = torch.cat([x, skip.to(x.dtype)], dim=1).contiguous(memory_format=torch.channels_last)
@@ -193,7 +193,7 @@ def _reference_group_norm(
 
 
 class _GroupNorm(torch.autograd.Function):
-    """The norm of x, or with a skip connection that of both side by side, and both."""
+    """The norm of x; with a skip connection the norm of their concatenation, and the concatenation."""
 
     @staticmethod
     def forward(
@@ -201,7 +201,7 @@ class _GroupNorm(torch.autograd.Function):
         eps: float, silu: bool,
     ) -> Any:  # fmt: skip
         ctx.silu, ctx.channels, ctx.skip_dtype = silu, x.shape[1], None if skip is None else skip.dtype
-        # Dynamo copies the gradients of a backward that asks a tensor for its strides into another layout.
+        # If a backward reads a tensor's strides, Dynamo copies the gradients into another layout.
         ctx.shift_stride = 0 if shift is None else shift.stride(0)
         out, joined, statistics = kernels.group_norm.group_norm(x, skip, shift, weight, bias, groups, eps, silu)
         ctx.save_for_backward(joined, shift, weight, bias, statistics)
@@ -225,19 +225,19 @@ class Norm(NamedTuple):
 
     weight: Tensor
     bias: Tensor
-    running_mean: Tensor | None  # None for a norm that keeps no statistics
+    running_mean: Tensor | None  # None for a norm without running statistics
     running_variance: Tensor | None
-    batches: Tensor | None = None  # how many were counted, int64
-    of_batch: bool = False  # normalise x by its own statistics, and move the running ones towards them in place
+    batches: Tensor | None = None  # number of batches so far, int64
+    of_batch: bool = False  # normalise x by batch statistics, and update the running statistics in place
     momentum: float = 0.0
     eps: float = 1e-5
 
 
 def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None) -> Tensor:
-    """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or the batch norm of one: like x.
+    """Relu of the batch norm of x [N, C, H, W] or [R, C], plus a residual or a normed residual, before the relu.
 
-    Images in channels_last are read as they are, and so is the result. Where kernels run all is computed in float32 and
-    rounded once, and gradients have no gradients. A ValueError if the statistics of a single row are wanted.
+    Images in channels_last are read without a copy; the result is channels_last. Kernels compute in float32, round once
+    and have no second derivatives. Raises ValueError for batch statistics of a single row.
     """
     given = x, *norm[:2], residual, *(() if residual_norm is None else residual_norm[:2])
     alike = residual_norm is None or residual_norm[5:] == norm[5:]
@@ -259,7 +259,7 @@ def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) ->
 
 
 def _check(x: Tensor, residual: Tensor | None, *norms: Sequence[Any]) -> None:
-    """Refuse tensors that kernels would read out of bounds. Not in a traced block: Dynamo would take twice as long."""
+    """Refuse tensors that kernels would read out of bounds. Skipped in traced blocks: it doubles Dynamo's time."""
     if torch.compiler.is_compiling():
         return
     shape, channels, device = x.shape, x.shape[1:2], x.device
@@ -283,7 +283,7 @@ def _normalised(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
-    """Mean and variance that x is normalised by, weight and bias; of the batch they move the running ones."""
+    """Mean and variance for the norm of x, its weight and bias. Batch statistics update the running statistics."""
     if x is None or norm is None:
         return NO_NORM
     mean, variance = norm.running_mean, norm.running_variance
@@ -293,13 +293,13 @@ def _tensors(x: Tensor | None, norm: Norm | None) -> Tensors:
 
 
 class _NormAct(torch.autograd.Function):
-    """Statistics of the batch are inputs here; the gradient of x goes through them all the same."""
+    """Batch statistics are inputs here; the gradient of x includes their dependence on x."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, mean, variance, weight, bias, residual, *other, ctx.eps, ctx.of_batch = arguments
         out: Tensor = kernels.batch_norm.norm_act(x, (mean, variance, weight, bias), residual, tuple(other), ctx.eps)
-        # Without a residual the relu is computed again, and one that is not normalised is not needed.
+        # Without a residual the backward recomputes the relu. A residual without a norm is not needed.
         kept = None if other[0] is None else residual
         ctx.save_for_backward(x, mean, variance, weight, bias, kept, *other, None if residual is None else out)
         return out
@@ -316,7 +316,7 @@ class _NormAct(torch.autograd.Function):
 
 
 def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Relu of x [N, C, H, W] plus bias [C] plus residual, if there is one: as ``norm_act``, where a norm is folded."""
+    """Relu of x [N, C, H, W] plus bias [C] plus residual, if given: ``norm_act`` of a model with folded norms."""
     if _kernels_fit(x, residual, bias) and not differentiated(x, residual, bias):
         _check(x, residual, (None, bias))
         return kernels.batch_norm.norm_act(x, (None, None, None, bias), residual, NO_NORM, 0.0)
@@ -327,7 +327,7 @@ def bias_act(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
 def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
     """Norm, relu and the maximum of 3 × 3 pixels at a stride of 2: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
 
-    The result is in channels_last, in the dtype of ``x``; NaN where a window has one.
+    The result is in channels_last, in the dtype of ``x``. NaN propagates.
     """
     given = x, norm.weight, norm.bias
     if not norm.of_batch and _kernels_fit(x, None, *given) and not differentiated(*given):
@@ -337,18 +337,18 @@ def norm_act_pool(x: Tensor, norm: Norm) -> Tensor:
 
 
 def bias_act_pool(x: Tensor, bias: Tensor) -> Tensor:
-    """The same of x [N, C, H, W] and bias [C], without a norm."""
+    """``norm_act_pool`` with a bias [C] instead of a norm."""
     if _kernels_fit(x, None, bias) and not differentiated(x, bias):
         _check(x, None, (None, bias))
         return kernels.batch_norm.norm_act_pool(x, (None, None, None, bias), 0.0)
-    # A maximum stays the maximum under both, so that they touch a quarter of the pixels.
+    # Bias and relu are monotonic, so they can follow the maximum, on a quarter of the pixels.
     return F.relu(F.max_pool2d(x, 3, 2, 1) + bias[:, None, None])
 
 
 def max_pool(x: Tensor) -> Tensor:
-    """The maximum of 3 × 3 pixels at a stride of 2, the first of equals: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
+    """Max pooling over 3 × 3 pixels at a stride of 2; ties take the first: [N, C, H, W] -> [N, C, ⌈H / 2⌉, ⌈W / 2⌉].
 
-    Where kernels run the result is in channels_last, and the gradient has no gradient.
+    If kernels run, the result is in channels_last, and there are no second derivatives.
     """
     if _kernels_fit(x, None):
         return _MaxPool.apply(x) if differentiated(x) else kernels.batch_norm.max_pool(x)[0]
@@ -356,7 +356,7 @@ def max_pool(x: Tensor) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """Saves which of nine pixels is the maximum, a byte for each window, and no image."""
+    """Saves the argmax of each window, one byte, instead of the image."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -371,22 +371,22 @@ class _MaxPool(torch.autograd.Function):
         return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)
 
 
-# The library calls below have bias, residual and relu in them, for models whose norms are folded. They stay behind
-# torch.library: cuDNN's have no rule for the shapes of their outputs, and Inductor takes aten::_addmm_activation apart
-# into a product and an activation. A FLOP counter does not know them: ask ``zoo.ops.common.watched`` first.
+# The library calls below fuse bias, residual and relu, for models with folded norms. They are wrapped in torch.library
+# operators: cuDNN's have no meta functions, and Inductor decomposes aten::_addmm_activation into a product and an
+# activation. FLOP counters do not know these operators, so callers check ``zoo.ops.common.watched`` first.
 
 
 def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
-    """Make a function the operator ``torch.ops.<namespace>.<its name>``, which has no gradient.
+    """Register a function as the operator ``torch.ops.<namespace>.<its name>``, without a gradient.
 
-    ``shapes`` takes the same arguments, and returns tensors like the outputs. ``torch.library.custom_op`` would do the
-    same, and import Dynamo at the first eager call.
+    ``shapes`` is the meta function: it takes the same arguments and returns tensors like the outputs.
+    ``torch.library.custom_op`` would also import Dynamo at the first eager call.
     """
 
     def define(function: Function) -> Any:
         @functools.wraps(shapes)
         def traced(*arguments: Any) -> Any:
-            # Whoever asks is about to compile a graph with the operator in it.
+            # This runs when a graph with the operator is compiled.
             name_fallbacks_alone()
             return shapes(*arguments)
 
@@ -414,7 +414,7 @@ def conv_act(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
     dilation: Sequence[int], groups: int,
 ) -> Tensor:  # fmt: skip
-    """Relu of a convolution with its bias, plus residual [N, C_out, H', W'] if any. Without gradients.
+    """Relu of (a convolution with bias, plus residual [N, C_out, H', W'] if given). Without gradients.
 
     X [N, C_in, H, W] and weight [C_out, C_in / groups, K, K] are in channels_last, and so is the result.
     """

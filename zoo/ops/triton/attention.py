@@ -1,14 +1,14 @@
-"""Prefill attention over a cache, attention to few keys, and rotary embeddings with what stands around them.
+"""Prefill attention over a KV cache, attention to few keys, and rotary embeddings fused with their neighbours.
 
-In prefill a program takes some tokens of one head and walks the slots that they see, and no others: where a prompt goes
-on from is known on the device alone.
+Prefill: a program takes a tile of tokens of one head and walks only the slots that these tokens see. Only the device
+knows the position where a prompt continues.
 
-Few keys are those of a text or the pixels of a small image. The library's kernels are made for long rows of keys, and
-clear a counter first, which in a CUDA graph keeps the GPU idle on both sides. Here the keys of a head are one or two
-tiles, read where they lie in the product. One compilation for each power of two that a head's width fits in.
+Few keys: the tokens of a text or the pixels of a small image. The library's kernels are made for long rows of keys.
+They clear a counter first, which leaves the GPU idle before and after in a CUDA graph. Here the keys of a head are one
+or two tiles, read in place from the projection's output. Each power of two of a head's padded width compiles once.
 
-Norms of heads, rotation and the cache's write are one kernel between the product and the attention; without a cache it
-splits the product into heads, and in the backward joins them. A program takes some heads of one token.
+Rotation: one kernel between the QKV projection and attention norms heads, rotates them and writes the cache. Without a
+cache it splits the projection into heads; its backward joins them. A program takes some heads of one token.
 
 Shape legend: B rows or images, T tokens or queries of each, L keys of each, H or N query heads, K key and value heads,
 S slots, D width of a head.
@@ -24,7 +24,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 
-# The kernels' exponentials are powers of two.
+# The kernels compute exponentials with exp2.
 LOG2_E = 1.4426950408889634
 
 
@@ -33,7 +33,7 @@ def _walk(
     query, keys, values, first, end, position, oldest, state, scale, slots,
     D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of tokens, and their sums, with the slots from ``first`` to ``end`` more."""
+    """Update the online softmax and the weighted sums of a tile of tokens with the slots ``first`` to ``end``."""
     greatest, exponents, total = state
     for begin in range(first, end, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
@@ -49,9 +49,9 @@ def _walk(
         if MASKED:
             seen = (slot[None, :] <= position[:, None]) & (slot[None, :] >= oldest[:, None])
             score = tl.where(seen, score, float("-inf"))
-        # Scaled on the way into the exponential: a multiplication and a subtraction in one instruction.
+        # The scale is applied inside the exponential: multiplication and subtraction are one instruction.
         top = tl.maximum(greatest, tl.max(score, 1) * scale)
-        # A token that has seen no slot yet would subtract infinity from infinity.
+        # Without this, a token that has seen no slot yet would compute infinity minus infinity.
         base = tl.where(top == float("-inf"), 0.0, top)
         fade = tl.exp2(greatest - base)
         share = tl.exp2(score * scale - base[:, None])
@@ -66,14 +66,14 @@ def _prefill(
     query, cache, positions, out, scale: tl.constexpr, tokens, slots, window,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # The last tokens see the most: they go first, so that none is left over at the end.
+    # The last tokens see the most slots. They start first, which balances the end of the launch.
     number = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     real = number < tokens
     column = tl.arange(0, D)
     position = tl.load(positions + batch * tokens + number, mask=real, other=-1)
-    # A position that has no slot sees what the nearest one would.
+    # A position outside the cache is clamped to the nearest slot.
     position = tl.where(real, tl.minimum(tl.maximum(position, 0), slots - 1), -1).to(tl.int32)
     oldest = tl.maximum(position - window + 1, 0)
     place = ((batch * tokens + number) * HEADS + head)[:, None] * D + column[None, :]
@@ -82,7 +82,7 @@ def _prefill(
     values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
     state = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32)
     end = tl.max(position, 0) + 1
-    # Slots that every token sees need no mask: from the youngest window's start to the oldest token's own slot.
+    # Slots that every token sees need no mask: from the last token's window start to the first token's own slot.
     first = tl.min(tl.where(real, oldest, slots), 0) // BLOCK * BLOCK
     full_first = tl.cdiv(tl.max(oldest, 0), BLOCK) * BLOCK
     full_end = (tl.min(tl.where(real, position, slots), 0) + 1) // BLOCK * BLOCK
@@ -96,12 +96,12 @@ def _prefill(
 
 
 def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Queries [B, T, H, D] over a cache [2, B, K, S, D], each up to its position [B, T]: [B, T, H, D]."""
+    """Causal attention of queries [B, T, H, D] at positions [B, T] over a cache [2, B, K, S, D] -> [B, T, H, D]."""
     query, positions = query.contiguous(), positions.contiguous()
     batch, tokens, heads, width = query.shape
     key_heads, slots = cache.shape[2:4]
     out = torch.empty_like(query)
-    # Tokens and warps of a program, measured on an H200: one warp group holds narrow heads.
+    # Tokens and warps of a program, measured on an H200. One warp group is enough for narrow heads.
     most, warps = (64, 4) if width <= 64 else (128, 8)
     rows = most if tokens >= most else max(16, next_power(tokens))
     _prefill[(ceil_div(tokens, rows), heads, batch)](
@@ -112,15 +112,15 @@ def prefill_attention(query: Tensor, cache: Tensor, positions: Tensor, window: i
     return out
 
 
-# Queries of a program, and keys that it looks at at once: the fastest of some for texts of 77 on an H200.
+# Tile of a program (queries, keys), its warps and pipeline stages: the fastest measured for 77 keys on an H200.
 QUERIES, KEYS, WARPS, STAGES = 64, 64, 4, 2
-# Numbers that a thread reads at once: widths and strides are multiples of it.
+# Elements per vector load. Widths and strides are multiples of it.
 VECTOR = 8
 
 
 @triton.jit
 def _load_rows(x, stride, row, units, limit, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows [R] of ``units`` vectors, ``stride`` vectors apart and below ``limit``, as [R, WIDTH]."""
+    """Load rows [R] below ``limit``, each of ``units`` vectors and ``stride`` vectors apart, padded to [R, WIDTH]."""
     column = tl.arange(0, WIDTH)
     seen = (row < limit)[:, None] & (column < units * VECTOR)[None, :]
     return tl.load(x + row[:, None] * (stride * VECTOR) + column[None, :], mask=seen, other=0.0)
@@ -145,7 +145,7 @@ def _short_attention(
     total_v = tl.zeros([QUERIES, WIDTH], tl.float32)
     for first in range(0, keys, KEYS):
         place = first + tl.arange(0, KEYS)
-        # Both are under way before either is waited for.
+        # Both loads are issued before either result is used.
         k = _load_rows(key, key_row, place, units, keys, VECTOR, WIDTH)
         v = _load_rows(value, value_row, place, units, keys, VECTOR, WIDTH)
         scores = tl.dot(q, tl.trans(k)) * scale
@@ -180,7 +180,7 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _in_vectors(x: Tensor) -> Tensor:
-    """[B, L, N, D] with heads side by side, and rows that are whole vectors apart."""
+    """X [B, L, N, D] with contiguous heads and strides that are multiples of VECTOR; copied if it has others."""
     image, row, head, number = x.stride()
     fits = number == 1 and head == x.shape[3] and image % VECTOR == 0 and row % VECTOR == 0
     return x if fits else torch.clone(x, memory_format=torch.contiguous_format)
@@ -195,7 +195,7 @@ def _rotate(
     qkv, rotary, query, key, value, positions, q_norm, k_norm, eps: tl.constexpr, tokens, rotary_stride, slots, batches,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, COUNT: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a token from ``qkv`` to the other three, or ``BACK``; with positions ``key`` is a cache of both."""
+    """Split ``qkv`` into query, key and value; ``BACK`` joins them. With positions ``key`` is the KV cache."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * COUNT + tl.arange(0, COUNT)[:, None]
     half = tl.arange(0, D // 2)[None, :]
@@ -213,7 +213,7 @@ def _rotate(
         value += (token * KEY_HEADS + head - HEADS - KEY_HEADS) * D + half
     if BACK:
         sin = -sin
-        # Only one of the three is there.
+        # Masks leave exactly one of the three loads nonzero.
         left = tl.load(query, mask=of_query, other=0.0) + tl.load(key, mask=of_key, other=0.0)
         left += tl.load(value, mask=of_value, other=0.0)
         right = tl.load(query + D // 2, mask=of_query, other=0.0) + tl.load(key + D // 2, mask=of_key, other=0.0)
@@ -225,7 +225,7 @@ def _rotate(
     normed_left, normed_right = left, right
     if q_norm is not None:
         scale = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / D + eps)[:, None]
-        # Loads of rows [1, D / 2] would give the tile their layout, and the sums go through shared memory.
+        # One-dimensional loads: the layout of loads of [1, D / 2] would spread, and sums would need shared memory.
         one = tl.arange(0, D // 2)
         first = tl.where(of_query, tl.load(q_norm + one)[None, :], tl.load(k_norm + one)[None, :])
         one += D // 2
@@ -250,7 +250,7 @@ def _rotate(
             row = tl.where(of_value, batches * KEY_HEADS, 0).to(tl.int64)
             row += batch * KEY_HEADS + (head - HEADS) % KEY_HEADS
             place = (row * slots + position) * D + half
-            # A position that has no slot is not written: it would be a slot of another head.
+            # A position outside the cache is not written: its address is a slot of another head.
             kept = (of_key | of_value) & (position >= 0) & (position < slots)
             tl.store(key + place, turned_left.to(key.dtype.element_ty), mask=kept)
             tl.store(key + place + D // 2, turned_right.to(key.dtype.element_ty), mask=kept)
@@ -288,7 +288,7 @@ def split_rotated(qkv: Tensor, rotary: Tensor, heads: int, key_heads: int) -> tu
 
 
 def join_rotated(query: Tensor, key: Tensor, value: Tensor, rotary: Tensor) -> Tensor:
-    """Gradient of what ``split_rotated`` took apart, from those of its outputs."""
+    """Backward of ``split_rotated``: the gradient of qkv from the gradients of query, key and value."""
     heads = query.shape[2] + key.shape[2] + value.shape[2]
     qkv = query.new_empty(*query.shape[:2], heads * query.shape[3])
     _launch_rotate(qkv, rotary, query.contiguous(), key.contiguous(), value.contiguous(), back=True)

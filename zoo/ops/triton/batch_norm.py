@@ -1,22 +1,22 @@
 """Batch norm or bias, residual and relu in one pass, the statistics of a batch, max pooling, and their gradients.
 
     moments      mean and sum of squared deviations of each channel, over a chunk of rows
-    combine      the chunks merged in their order; moves the running statistics
+    combine      merges the chunks in order; updates the running statistics
     apply        normalises, adds and activates
-    sums         over a chunk of rows: of the gradient that the relu lets pass, and of it times each normalised row
-    total        the chunks added in their order: the gradients of weight and bias
-    gradients    of each row, and of its residual
+    sums         over a chunk of rows: the gradient after the relu's mask, and its product with the normalised rows
+    total        adds the chunks in order: the gradients of weight and bias
+    gradients    the gradient of each row, and of its residual
 
-Means and deviations are merged as Welford's and Chan's are, so that a channel whose mean is far from zero keeps its
-variance. There are no atomics: the same bits at every run. The backward of a norm without a residual recomputes the
-relu; else the relu's output is saved.
+Means and deviations are merged by the formulas of Welford and Chan, so that a channel whose mean is far from zero keeps
+its variance. No kernel uses atomics: results are bitwise reproducible. Without a residual the backward recomputes the
+relu; with a residual the forward saves the relu's output.
 
-Pooling takes the maximum of 3 × 3 pixels at a stride of 2. A program goes down the lines of some output columns, and
-reuses each line's last row for the next. A norm keeps the order of values, or reverses it where its scale is negative:
-signs are flipped, the maximum is found, and only that is normalised. The backward reads the argmax, a byte each.
+Pooling takes the maximum of 3 × 3 pixels at a stride of 2. A program walks down the lines of some output columns and
+reuses the last row of each line. A norm with a negative scale reverses the order of values, so the kernel flips signs,
+finds the maximum and normalises only the maximum. The backward reads the argmax, one byte per window.
 
-Images [N, C, H, W] in channels_last are rows. Shape legend: N images, C channels, H height, W width, R rows, K chunks
-of rows; h and w, ⌈H / 2⌉ and ⌈W / 2⌉.
+Images [N, C, H, W] in channels_last are treated as rows. Shape legend: N images, C channels, H height, W width, R rows,
+K chunks of rows, h = ⌈H / 2⌉, w = ⌈W / 2⌉.
 """
 
 import torch
@@ -29,22 +29,22 @@ from zoo.ops.common import ceil_div
 from zoo.ops.images import NO_NORM, Tensors
 from zoo.ops.triton.tiles import total_of
 
-# Rows and channels that a program holds at once, and its warps: of the forward, and of gradients of rows.
+# Tile of a program (rows, channels) and its warps, for the forward and for gradients of rows.
 APPLY = {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
 GRADIENTS = {"ROWS": 32, "BLOCK": 64, "num_warps": 4}
-# A program takes several tiles where there are more than this many, and at most so many.
+# Above ENOUGH tiles a program takes several, at most MOST_TILES.
 ENOUGH, MOST_TILES = 4096, 4
-# What pools: of the output so many columns, whose lines a program goes down. 56 columns are whole tiles.
+# Pooling: a program covers 8 output columns and walks down their lines; 56 columns are whole tiles.
 POOL = {"ROWS": 8, "BLOCK": 64, "num_warps": 2}
-# What sums up rows: the statistics of a batch, and their gradients. Chunks are cut so that about so many programs run.
+# Sums over rows: batch statistics and their gradients. The chunk size is chosen to give about this many programs.
 SUMS = {"ROWS": 64, "BLOCK": 64, "num_warps": 8}
 PROGRAMS = 512
-# What puts chunks together: few channels a program, since there is little else to spread over a GPU.
+# Merging chunks: few channels per program, since channels are the only parallel dimension.
 FINISH = {"ROWS": 512, "BLOCK": 8, "num_warps": 8}
 
 
 def rows_to_write(x: Tensor, tile: dict[str, int]) -> tuple[tuple[int, int, int], tuple[int]]:
-    """(rows, channels, rows of a program) and programs of a kernel that writes rows."""
+    """Sizes (rows, channels, rows per program) and grid of a kernel that writes rows."""
     channels = x.shape[1]
     rows, blocks = x.numel() // channels, ceil_div(channels, tile["BLOCK"])
     share = tile["ROWS"] * max(1, min(MOST_TILES, ceil_div(rows, tile["ROWS"]) * blocks // ENOUGH))
@@ -52,7 +52,7 @@ def rows_to_write(x: Tensor, tile: dict[str, int]) -> tuple[tuple[int, int, int]
 
 
 def rows_to_sum(x: Tensor) -> tuple[tuple[int, int, int, int], tuple[int], tuple[int]]:
-    """(rows, channels, rows of a chunk, chunks), programs of a kernel that sums up rows, and of one that ends sums."""
+    """Sizes (rows, channels, rows per chunk, chunks), and the grids of the summing and of the merging kernel."""
     channels = x.shape[1]
     rows, blocks = x.numel() // channels, ceil_div(channels, SUMS["BLOCK"])
     share = ceil_div(ceil_div(rows, max(1, PROGRAMS // blocks)), SUMS["ROWS"]) * SUMS["ROWS"]
@@ -61,7 +61,7 @@ def rows_to_sum(x: Tensor) -> tuple[tuple[int, int, int, int], tuple[int], tuple
 
 
 def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple[int, tuple[int]]:
-    """(lines of a program, programs) of the kernel that pools, by the size of its output."""
+    """Lines per program and grid of the pooling kernel, from the size of its output."""
     strips = ceil_div(columns, POOL["ROWS"]) * ceil_div(channels, POOL["BLOCK"])
     share = max(1, min(MOST_TILES, images * lines * strips // ENOUGH))
     return share, (images * ceil_div(lines, share) * strips,)
@@ -69,9 +69,9 @@ def lines_to_pool(images: int, lines: int, columns: int, channels: int) -> tuple
 
 @triton.jit
 def span(rows, channels, share, BLOCK: tl.constexpr):
-    """Of this program: its chunk, channels [BLOCK], which of them there are, first row, and the row behind its last."""
+    """This program's chunk, channels [BLOCK], mask of valid channels, first row, and the row after its last."""
     blocks = tl.cdiv(channels, BLOCK)
-    # Neighbours share rows, so that what runs at a time lies together.
+    # Neighbouring programs share rows, so that concurrent programs read neighbouring memory.
     chunk = tl.program_id(0) // blocks
     channel = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     begin = chunk * share
@@ -80,7 +80,7 @@ def span(rows, channels, share, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_at(start, begin, end, channel, channels, ROWS: tl.constexpr):
-    """Of a tile from row ``start`` on: the first place, those of all behind it, and which there are [ROWS, BLOCK]."""
+    """Offset of the tile at row ``start``, the offsets inside it and its mask, both [ROWS, BLOCK]."""
     row = tl.arange(0, ROWS)
     inner = row[:, None] * channels + channel[None, :]
     seen = (start + row < end)[:, None] & (channel < channels)[None, :]
@@ -89,7 +89,7 @@ def tile_at(start, begin, end, channel, channels, ROWS: tl.constexpr):
 
 @triton.jit
 def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a pooling program: image, all lines and columns, its channels [BLOCK], columns [ROWS], lines from and to."""
+    """A pooling program's image, the output's height and width, its channels [BLOCK], columns [ROWS] and line range."""
     lines, columns = (height + 1) // 2, (width + 1) // 2
     blocks, strips, bands = tl.cdiv(channels, BLOCK), tl.cdiv(columns, ROWS), tl.cdiv(lines, share)
     program = tl.program_id(0)
@@ -102,13 +102,13 @@ def strip(height, width, channels, share, ROWS: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def of_channels(tensor, channel, live):
-    """Values of channels [BLOCK] in float32."""
+    """Load a per-channel tensor at channels [BLOCK], as float32."""
     return tl.load(tensor + channel, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def norm_of(mean, variance, weight, channel, live, eps):
-    """Mean, rstd, and that times the weight, of channels [BLOCK]."""
+    """Mean, rstd, and rstd times weight, of channels [BLOCK]."""
     middle = of_channels(mean, channel, live)
     rstd = tl.rsqrt(tl.load(variance + channel, mask=live, other=1.0).to(tl.float32) + eps)
     return middle, rstd, rstd * of_channels(weight, channel, live)
@@ -116,7 +116,7 @@ def norm_of(mean, variance, weight, channel, live, eps):
 
 @triton.jit
 def of_rows(tensor, place, inner, seen):
-    """Values of a tile [ROWS, BLOCK] in float32, at places ``inner`` behind the first."""
+    """Load a tile [ROWS, BLOCK] as float32, at offsets ``inner`` from ``place``."""
     return tl.load(tensor + place + inner, mask=seen, other=0.0).to(tl.float32)
 
 
@@ -151,7 +151,7 @@ def _apply(
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
-    # Each place of the tile has its own, until the end.
+    # Each element of the tile keeps its own mean until the final merge.
     mean = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(begin, end, ROWS):
@@ -211,7 +211,7 @@ def _combine(
 
 @triton.jit
 def _relu_gradient(grad, out, place, inner, seen, centred, scale, offset):
-    """The gradient where the relu passed, of a tile [ROWS, BLOCK]."""
+    """Gradient of a tile [ROWS, BLOCK], masked where the relu was inactive."""
     change = of_rows(grad, place, inner, seen)
     if out is None:
         before = centred * scale[None, :] + offset[None, :]
@@ -279,7 +279,7 @@ def _gradients(
     if other is not None:
         other_middle, other_rstd, other_scale = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
     if totals is not None:
-        # Statistics of the batch move with each row.
+        # Batch statistics depend on each row.
         count = rows * 1.0
         plain = of_channels(totals, channel, live) / count
         along = of_channels(totals + channels, channel, live) / count * rstd * scale
@@ -306,12 +306,12 @@ def _gradients(
 
 
 def by_pixels(x: Tensor) -> Tensor:
-    """Rows [R, C], or images [N, C, H, W] in channels_last: without a copy where they lie so already."""
+    """Make rows [R, C] contiguous, or images [N, C, H, W] channels_last; no copy if they are already."""
     return x.contiguous() if x.dim() == 2 else x.contiguous(memory_format=torch.channels_last)
 
 
 def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:
-    """Relu of the norm of x [R, C] or [N, C, H, W] (bias alone without a mean), plus a residual or the norm of one."""
+    """Relu of (norm of x [R, C] or [N, C, H, W], or x + bias without a mean, plus a residual or a normed residual)."""
     x = by_pixels(x)
     out = torch.empty_like(x)
     sizes, grid = rows_to_write(x, APPLY)
@@ -323,7 +323,7 @@ def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: T
 def batch_statistics(
     x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, batches: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]; running ones are moved, and the batch is counted."""
+    """Mean and variance [C] float32 of x [R, C] or [N, C, H, W]. Updates running statistics and the batch count."""
     x = by_pixels(x)
     if x.numel() < 2 * x.shape[1]:
         raise ValueError(f"x has shape {tuple(x.shape)}: one row has no variance; give more, or use model.eval()")
@@ -337,7 +337,7 @@ def batch_statistics(
     if not torch.compiler.is_compiling():
         for moved in (running_mean, running_variance, batches):
             if moved is not None and not moved.is_inference():
-                # Autograd then refuses a backward that was to use what it was before, as of every change in place.
+                # Autograd then refuses a backward that needs the old value, as after any in-place change.
                 torch.autograd.graph.increment_version(moved)
     return mean, variance
 
@@ -346,9 +346,9 @@ def norm_act_backward(
     grad: Tensor, x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, out: Tensor | None,
     eps: float, of_batch: bool, affine: bool,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of x, weight, bias, the residual, and its weight and bias; None where there is none to be had.
+    """Gradients of x, weight, bias, residual, the residual's weight and its bias; None for absent inputs.
 
-    ``residual`` is given if it is normalised, ``out`` if there was any; of weights and biases only where ``affine``.
+    ``residual`` is given if it is normalised, ``out`` if there was a residual. Weights and biases need ``affine``.
     """
     grad, x = by_pixels(grad), by_pixels(x)
     out, other = (None if each is None else by_pixels(each) for each in (out, residual))
@@ -373,19 +373,19 @@ def norm_act_backward(
 
 @triton.jit
 def greater(a, b):
-    """The greater, or NaN if either is one."""
+    """Maximum that propagates NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _times_sign(value, sign):
-    """Values [ROWS, BLOCK] times the signs of their channels, where there are any."""
+    """Values [ROWS, BLOCK] times the signs of their channels, if signs are given."""
     return value if sign is None else value * sign[None, :]
 
 
 @triton.jit
 def _greatest_of_row(x, place, left, centre, right, sign, seen):
-    """The greatest of three pixels of a row of the image, signs turned: [ROWS, BLOCK]."""
+    """Maximum of three pixels in an image row, after the sign flip: [ROWS, BLOCK]."""
     before = _times_sign(of_rows(x, place, left, seen), sign)
     value = _times_sign(of_rows(x, place, centre, seen), sign)
     return greater(greater(before, value), _times_sign(of_rows(x, place, right, seen), sign))
@@ -430,14 +430,14 @@ def _pool(
 
 @triton.jit
 def _best(value, index, other, other_index):
-    """The greater of two and its index: the first of equals, and NaN if one of them is. As in torch."""
+    """Maximum of two values and its index, as in torch: the first of equal values; NaN propagates."""
     taken = (other > value) | (other != other)
     return tl.where(taken, other, value), tl.where(taken, other_index, index)
 
 
 @triton.jit
 def _best_of_row(x, place, column, channel, width, channels, live):
-    """The greatest of three pixels of a row and which of them it is: [ROWS, BLOCK] each."""
+    """Maximum of three pixels in a row and its index: [ROWS, BLOCK] each."""
     inner = (2 * column)[:, None] * channels + channel[None, :]
     seen = (2 * column < width)[:, None] & live[None, :]
     left = seen & (column > 0)[:, None]
@@ -445,7 +445,7 @@ def _best_of_row(x, place, column, channel, width, channels, live):
     value = tl.load(x + place + inner - channels, mask=left, other=float("-inf")).to(tl.float32)
     centre = tl.load(x + place + inner, mask=seen, other=float("-inf")).to(tl.float32)
     last = tl.load(x + place + inner + channels, mask=right, other=float("-inf")).to(tl.float32)
-    # Where nothing is greater than nothing it is the first that there is: an edge has no left one.
+    # If all values are -inf, the index is the first valid pixel's: index 1 at the left edge.
     first = tl.broadcast_to(tl.where(column > 0, 0, 1)[:, None], value.shape)
     value, index = _best(value, first, centre, 1)
     return _best(value, index, last, 2)
@@ -458,7 +458,7 @@ def _max_pool(x, out, which, height, width, channels, share, ROWS: tl.constexpr,
     seen = (column < columns)[:, None] & live[None, :]
     inner = column[:, None] * channels + channel[None, :]
     top = image * height
-    # Above the first line there is none: then its numbers are no one's greatest.
+    # No row lies above the first line: its values must never win.
     place = (top + tl.maximum(2 * begin - 1, 0)) * width * channels
     above, above_index = _best_of_row(x, place, column, channel, width, channels, live & (begin > 0))
     above_index += tl.where(begin > 0, 0, 3)
@@ -470,7 +470,7 @@ def _max_pool(x, out, which, height, width, channels, share, ROWS: tl.constexpr,
         place = (top + tl.minimum(row, height - 1)) * width * channels
         below, below_index = _best_of_row(x, place, column, channel, width, channels, live & (row < height))
         value, index = _best(value, index, below, below_index + 6)
-        # The row below is the next line's row above.
+        # The row below this line is the row above the next line.
         above, above_index = below, below_index
         place = (image * lines + line) * columns * channels
         tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
@@ -479,13 +479,13 @@ def _max_pool(x, out, which, height, width, channels, share, ROWS: tl.constexpr,
 
 @triton.jit
 def _load_window(grad, which, place, seen):
-    """Gradient and index of windows [ROWS, BLOCK]; of one that is not there, an index that no pixel has."""
+    """Gradient and argmax of windows [ROWS, BLOCK]; a missing window has an index that matches no pixel."""
     return tl.load(grad + place, mask=seen, other=0.0).to(tl.float32), tl.load(which + place, mask=seen, other=255)
 
 
 @triton.jit
 def _given(window, index: tl.constexpr):
-    """What a window gives to the pixel of this index."""
+    """Gradient that a window passes to the pixel of this index."""
     change, chosen = window
     return tl.where(chosen == index, change, 0.0)
 
@@ -520,14 +520,14 @@ def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS
 
 
 def norm_act_pool(x: Tensor, norm: Tensors, eps: float) -> Tensor:
-    """Pooled relu of the norm of x [N, C, H, W] (bias alone without a mean): [N, C, h, w] in channels_last."""
+    """Max pooling of relu(norm of x [N, C, H, W]), or relu(x + bias) without a mean: [N, C, h, w] in channels_last."""
     x, out, sizes, grid = _pool_launch(x)
     _pool[grid](x, *norm, out, *sizes, eps, **POOL)
     return out
 
 
 def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Pooled x [N, C, H, W], and which of nine it was, uint8: [N, C, h, w] in channels_last each."""
+    """Max pooling of x [N, C, H, W] and the argmax in each window, uint8: [N, C, h, w] in channels_last each."""
     x, out, sizes, grid = _pool_launch(x)
     which = torch.empty_like(out, dtype=torch.uint8)
     _max_pool[grid](x, out, which, *sizes, **POOL)
@@ -535,7 +535,7 @@ def max_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> Tensor:
-    """Gradient of x: grad and which [N, C, h, w] -> [N, C, H, W] in channels_last."""
+    """Gradient of x from grad and argmax ``which`` [N, C, h, w]: [N, C, H, W] in channels_last."""
     grad, which = by_pixels(grad), by_pixels(which)
     images, channels, lines, columns = grad.shape
     grad_x = _empty_images(grad, images, channels, height, width)
@@ -545,7 +545,7 @@ def max_pool_backward(grad: Tensor, which: Tensor, height: int, width: int) -> T
 
 
 def _pool_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int], tuple[int]]:
-    """Images, memory for what is pooled of them, (height, width, channels, lines of a program), and programs."""
+    """Images, an output buffer, sizes (height, width, channels, lines per program), and the grid."""
     images, channels, height, width = x.shape
     lines, columns = ceil_div(height, 2), ceil_div(width, 2)
     out = _empty_images(x, images, channels, lines, columns)

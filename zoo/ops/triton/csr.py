@@ -1,9 +1,9 @@
-"""Sums over compressed sparse rows with their gradients, and draws without replacement.
+"""Sums over compressed sparse rows with their gradients, and sampling without replacement.
 
-A program sums ``ROWS`` rows in float32, ``EDGES`` edges of each at a step, which hides the latency of the gathers. Long
-rows are cut into chunks (see zoo/ops/csr.py): the first programs of a launch leave partial results of chunks, the
-others skip long rows, and a second kernel merges the chunks of each long row in order. There are no atomics: the same
-bits at every run. Offsets are 64 bits wide; indices are int32 or int64.
+A program sums ``ROWS`` rows in float32, ``EDGES`` edges of each per step, which hides the latency of the gathers. Long
+rows are cut into chunks (see zoo/ops/csr.py): the first programs of a launch write partial results of chunks, the other
+programs skip long rows, and a second kernel merges the chunks of each long row in order. No kernel uses atomics:
+results are bitwise reproducible. Offsets are 64 bits wide; indices are int32 or int64.
 
 Shape legend: R rows, S gathered nodes, E edges, X chunks, L long rows, H heads, C channels.
 """
@@ -17,16 +17,16 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import MOST_AT_ONCE, Own, Rows
 
-# Of an H200, about. Strips of half precision that do not stay in it are better gathered wider.
+# L2 cache of an H200, about. Half-precision strips that do not fit in it are gathered wider.
 L2_BYTES = 50 * 2**20
 
 
 @triton.jit
 def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: tl.constexpr):
-    """What the slots of a program walk: (row, first edge, end, whether it writes that row, or uses it, if in a chunk).
+    """For each slot of a program: row, first edge, end, whether the slot is valid, is in use, and belongs to a chunk.
 
-    The first programs take a chunk each, of which every slot walks a part; the others take a row a slot. Write to the
-    row of ``written`` instead: torch's compiler would take the pointers given to this call for written tensors.
+    The first programs take one chunk each and share its edges among their slots. The others take one row per slot. Use
+    the row of ``written`` for stores: torch's compiler would treat the pointers passed to this call as written.
     """
     if chunks is None:
         row = program * SLOTS + slot
@@ -36,7 +36,7 @@ def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: t
         return row, first, end, whole, whole, program < 0
     else:
         piece = program < num_chunks
-        # Two ways, and not masks over both: every program would wait for the tables, though few are chunks.
+        # A branch, since with masks every program would wait for the tables, though few programs take chunks.
         if piece:
             row = tl.load(chunks + program * 3) + slot * 0
             start = tl.load(chunks + program * 3 + 1)
@@ -51,7 +51,7 @@ def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: t
             used = row < rows
             first = tl.load(pointers + row, mask=used, other=0)
             end = tl.load(pointers + row + 1, mask=used, other=0)
-            # A long row is left to its chunks.
+            # Chunks sum the long rows.
             whole = used & (end - first <= chunk_size)
             used = whole
             end = tl.where(whole, end, first)
@@ -60,29 +60,29 @@ def span(program, slot, pointers, chunks, rows, num_chunks, chunk_size, SLOTS: t
 
 @triton.jit
 def written(program, slot, num_chunks, SLOTS: tl.constexpr):
-    """The row that a slot writes, if it writes one."""
+    """The row that a slot writes, if it writes a row."""
     return (program - num_chunks) * SLOTS + slot
 
 
 def partial_of(rows: Rows, x: Tensor, *shape: int) -> Tensor | None:
-    """Memory for a result [X, ...] of each chunk, if there are any."""
+    """Memory for the partial results [X, ...] of chunks, or None without chunks."""
     return None if rows.chunks is None else x.new_empty(rows.chunks.shape[0], *shape, dtype=torch.float32)
 
 
 def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> dict[str, int]:
-    """Rows of a program, edges of each at a step, and columns, by bytes a value and gathered nodes.
+    """Tile of a program (rows, edges per step, columns), from the bytes per value and the number of gathered nodes.
 
-    Measured on an H200: autotuning delays first calls. Wide features are taken in strips of 128 bytes, all rows before
-    the next strip: a strip of some hundred thousand nodes stays in the L2 cache. Very wide ones are taken in strips of
-    256 bytes, since every strip reads the edges once more; and where no strip stays in the cache, as much of a row as
-    there is. Programs are one warp with 8 to 32 values a thread in flight: larger tiles lower the occupancy.
+    Measured on an H200, since autotuning delays first calls. Wide features are processed in strips of 128 bytes, all
+    rows before the next strip: a strip of some hundred thousand nodes fits in the L2 cache. Very wide features use
+    strips of 256 bytes, since every strip reads the edges again. If no strip fits in the cache, a strip is as wide as
+    possible. A program is one warp with 8 to 32 values per thread in flight: larger tiles lower the occupancy.
     """
     strip, small = 128 // itemsize, next_power(channels)
     if nodes * 128 > L2_BYTES and channels >= 32:
         if small <= 64:
             rows, edges, columns = 2, 2 if small == strip else 4, small
         else:
-            # In half precision a row that is no whole vectors of 16 bytes takes more loads, to be in flight together.
+            # Half-precision rows that are not a multiple of 16 bytes need more loads, so more edges are in flight.
             rows, edges, columns = 1, 4 if itemsize > 2 or channels * itemsize % 16 else 2, 128
     elif channels * itemsize > 1024:
         rows, edges, columns = (2, 4, 64) if itemsize > 2 else (1, 8, 128)
@@ -97,19 +97,19 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> dict[str, int
 
 
 def grid_of(rows: Rows, channels: int, blocks: dict[str, int]) -> tuple[int, int]:
-    """Programs of a launch: those that take a chunk each, those that take rows, and tiles of columns."""
+    """Grid of a launch: programs for chunks plus programs for rows, by tiles of columns."""
     number, num_chunks, _ = rows.limits
     return num_chunks + ceil_div(number, blocks["ROWS"]), ceil_div(channels, blocks["COLUMNS"])
 
 
 def merge_tile(channels: int) -> dict[str, int]:
-    """Of a program that merges chunks, many a step, since few programs hide the latency."""
+    """Tile of a merging program. It loads many chunks per step, since few programs run and latency must be hidden."""
     columns = min(next_power(channels), 8)
     return {"CHUNKS": 16384 // columns, "COLUMNS": columns, "num_warps": 16}
 
 
 def merge_grid(long_rows: Tensor, channels: int, tile: dict[str, int]) -> tuple[int, int]:
-    """Programs over a table of long rows, which is mostly empty: a program takes rows until it meets an empty one."""
+    """Grid over the table of long rows, which is mostly padding. A program takes rows until it meets an empty entry."""
     return min(long_rows.shape[0], 256), ceil_div(channels, tile["COLUMNS"])
 
 
@@ -118,7 +118,7 @@ def _finish(
     result, row, whole, column, row_scale, bias, x, own_rows, out, CHANNELS: tl.constexpr, READABLE: tl.constexpr,
     STRIDE: tl.constexpr, OWN: tl.constexpr, RELU: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Scale the sums [ROWS, COLUMNS] of whole rows [ROWS], add the rows' own values or put them beside, and write."""
+    """Scale the sums [ROWS, COLUMNS] of whole rows, add or concatenate the rows' own values, and store them."""
     mask = whole[:, None] & (column < CHANNELS)[None, :]
     if row_scale is not None:
         result *= tl.load(row_scale + row, mask=whole, other=0.0).to(tl.float32)[:, None]
@@ -211,10 +211,10 @@ def csr_sum(
 ) -> Tensor:  # fmt: skip
     """Weighted sums of gathered rows: x [S, W] -> [R, C], or into ``out`` [R, ...] from ``out_column`` on.
 
-    Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. With ``own="add"`` x is [S, 2 W] and its
-    second half is added to the sums; with ``own="concat"`` x is put beside them: [R, 2 C]. Rows that x has not are
-    zero. Without nodes in ``rows`` x is [E, W], a row an edge. C is W when left out; of more columns the last are zero.
-    ``relu`` comes last; what lies beside is left as it is.
+    Factors are weight [E], gather_scale [S] and row_scale [R]; bias is [C]. ``own="add"`` takes x [S, 2 W] and adds its
+    second half to the sums; ``own="concat"`` concatenates x to the sums: [R, 2 C]. Rows beyond the end of x count as
+    zero. Without nodes in ``rows`` x is [E, W], one row per edge. C defaults to W; columns beyond W are zero. ``relu``
+    comes last and does not apply to concatenated columns.
     """
     x, number = x.contiguous(), rows.limits[0]
     readable = x.shape[1] // 2 if own == "add" else x.shape[1]
@@ -242,7 +242,7 @@ def merge_sums(
     partial: Tensor, rows: Rows, out: Tensor, out_column: int = 0, row_scale: Tensor | None = None,
     bias: Tensor | None = None, x: Tensor | None = None, own: int = 0, readable: int = 0, relu: bool = False,
 ) -> None:  # fmt: skip
-    """Add up the chunks of long rows: partial [X, C] into some rows of out [R, ...], from ``out_column`` on."""
+    """Add the chunks of long rows: partial [X, C] into the long rows of out [R, ...], from ``out_column`` on."""
     assert rows.long_rows is not None
     channels, tile = partial.shape[1], merge_tile(partial.shape[1])
     own_rows, stride = (0, 0) if x is None else x.shape
@@ -252,7 +252,7 @@ def merge_sums(
     )  # fmt: skip
 
 
-# Places that a program holds in registers, 16 a thread: of two nodes at least.
+# Places that a program holds in registers, 16 per thread, for at least two nodes.
 _HELD = 2 * MOST_AT_ONCE
 
 
@@ -268,7 +268,7 @@ def _distinct(degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.cons
         last = size - COUNT + index
         share = tl.load(uniform, mask=inside, other=0.0)
         uniform += nodes
-        # Rounded as torch rounds it: the same draws as without this kernel.
+        # Rounded as in torch, so that both draw the same places.
         drawn = (share * (last + 1).to(tl.float64)).to(tl.int64)
         taken = tl.max((places == drawn[:, None]).to(tl.int32), 1) > 0
         place = tl.where(taken, last, drawn)
@@ -278,7 +278,7 @@ def _distinct(degree, uniform, out, nodes, COUNT: tl.constexpr, COLUMNS: tl.cons
 
 
 def distinct(degree: Tensor, uniform: Tensor) -> Tensor:
-    """Different places below each degree [n] int64 by ``uniform`` [K, n] float64, K <= ``MOST_AT_ONCE``: [n, K]."""
+    """K distinct places below each degree [n] int64, from ``uniform`` [K, n] float64, K <= ``MOST_AT_ONCE``: [n, K]."""
     count, nodes = uniform.shape
     out = torch.empty((nodes, count), dtype=torch.int64, device=degree.device)
     if nodes:

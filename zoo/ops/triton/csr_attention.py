@@ -1,13 +1,13 @@
-"""Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum, each edge read once.
+"""Graph attention in one pass: scores, leaky relu, softmax, dropout and the weighted sum. Each edge is read once.
 
-Features and scores of a node lie in one row of a table, so that an edge gathers both together. The softmax is online;
-only its log-sum-exp, [D, H], is saved, and the backward recomputes the weights. Rounding it leaves the gradients four
-or five digits where scores are 100.
+A table row holds a node's features and scores, so that an edge gathers both together. The softmax is online. Only its
+log-sum-exp [D, H] is saved; the backward recomputes the weights. The rounding of the log-sum-exp leaves gradients with
+four or five correct digits if scores are 100.
 
 The backward walks the transpose: a source's features stay in registers and each edge gathers one row of the gradient.
-The rest of the softmax's backward is a value for each edge and head, summed by rows, and once more by sources.
+The rest of the softmax's backward is one value per edge and head, summed by rows and then by sources.
 
-A head's channels are held as a power of two and a smaller tail (40 is 32 and 8): padding would take registers and time.
+A head's channels are split into a power of two and a smaller tail (40 is 32 and 8): padding costs registers and time.
 
 Shape legend: S sources, D destinations, E edges, X chunks, H heads, C channels, W = H C + H or, with the destinations'
 scores in the table as well, H C + 2 H.
@@ -27,7 +27,7 @@ from zoo.ops.triton.csr import csr_sum, span, written
 
 @triton.jit
 def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Where the sources' scores and the destinations' start: behind the features in a row of the table, or apart."""
+    """Pointers to the scores of sources and destinations: after the features in a table row, or in their own tensor."""
     if a_destination is None:
         return table + HEADS * CHANNELS, table + (HEADS * CHANNELS + HEADS)
     else:
@@ -36,7 +36,7 @@ def _scores(table, a_destination, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _after_dropout(share, seed, edge, head, dropout: tl.constexpr):
-    """Shares [edges, heads] that a hash of the seed and the edge's place in row order leaves in, made up for others."""
+    """Dropout of shares [edges, heads] by a hash of seed and edge place in row order; surviving shares are rescaled."""
     zero = (edge[:, None] * 0 + head[None, :] * 0).to(tl.int32)
     low = edge.to(tl.int32)[:, None] + zero
     high = (edge >> 32).to(tl.int32)[:, None] + zero
@@ -51,7 +51,7 @@ def _gather(
     x, node, live, head, column,
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, HEAD_STRIDE: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of every head in the rows of nodes: [nodes, heads, columns] float32."""
+    """Gather some columns of every head from the rows of nodes: [nodes, heads, columns] float32."""
     lane = (head * HEAD_STRIDE)[:, None] + column[None, :]
     inside = (head < HEADS)[:, None] & (column < CHANNELS)[None, :]
     place = (node * STRIDE)[:, None, None] + lane[None, :, :]
@@ -72,7 +72,7 @@ def _write(
     out, row, result, in_row, head, column, HEADS: tl.constexpr, CHANNELS: tl.constexpr, STRIDE: tl.constexpr,
     AVERAGE: tl.constexpr = False, bias=None, RELU: tl.constexpr = False,
 ):  # fmt: skip
-    """Some columns of every head of one row, [heads, columns], or their mean over heads."""
+    """Store some columns of every head of one row, [heads, columns], or their mean over heads."""
     if AVERAGE:
         mask = column < tl.max(tl.where(in_row, CHANNELS, 0), 0)
         _store(out, row * STRIDE, column, tl.sum(result, 0) / HEADS, mask, bias, RELU)
@@ -205,7 +205,7 @@ def _gat_backward(
     GRAD_STRIDE: tl.constexpr, GRAD_HEAD_STRIDE: tl.constexpr, EDGES: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the features; and of each edge its weight times the gradient of its weight, ``moved`` [E, H]."""
+    """Gradient of the features, and ``moved`` [E, H]: each edge's weight times the gradient of that weight."""
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     column = tl.arange(0, COLUMNS)
     item = tl.program_id(0).to(tl.int64)
@@ -265,7 +265,7 @@ def _softmax_backward(
     rows, num_chunks, chunk_size, slope: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr,
     STRIDE: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """From what was moved to the gradient of each edge's score, in its place, and its sum over a source's edges."""
+    """Turn ``moved`` into the gradient of each edge's score, in place, and sum it over the edges of each source."""
     head = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = head < HEADS
     program = tl.program_id(0).to(tl.int64)
@@ -303,7 +303,7 @@ def _softmax_backward(
 
 
 def choose_tile(heads: int, channels: int, itemsize: int = 4) -> dict[str, int]:
-    """Measured on an H200: one warp with 16 values a thread in flight, and twice as many edges of half the size."""
+    """Tile, measured on an H200: one warp, 16 values per thread in flight, twice as many edges in half precision."""
     columns, tail = next_power(channels), 0
     head_block = min(next_power(heads), max(512 // columns, 1))
     half = columns // 2
@@ -318,9 +318,9 @@ def gat(
     table: Tensor, a_destination: Tensor | None, heads: int, channels: int, average: bool, slope: float,
     seed: Tensor | None, dropout: float, rows: Rows, bias: Tensor | None = None, relu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Table [S, W], scores [D, H] unless in it -> weighted sums [D, H C] or their mean [D, C], log-sum-exp [D, H].
+    """Table [S, W] and scores [D, H], unless in the table -> sums [D, H C] or mean [D, C], and log-sum-exp [D, H].
 
-    A bias, of the result's width, and a relu come last.
+    A bias, as wide as the result, and a relu come last.
     """
     table, a_destination = table.contiguous(), None if a_destination is None else a_destination.contiguous()
     number, tile = rows.limits[0], choose_tile(heads, channels, table.element_size())
@@ -352,7 +352,7 @@ def gat_backward(
     grad: Tensor, table: Tensor, a_destination: Tensor | None, lse: Tensor, heads: int, channels: int, average: bool,
     slope: float, seed: Tensor | None, dropout: float, rows: Rows, transpose: Rows, permutation: Tensor,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of the table [S, W] and of the destinations' scores [D, H], None if they are in it."""
+    """Gradients of the table [S, W] and of the destinations' scores [D, H]; None if the table holds these scores."""
     grad = grad.contiguous()
     table, a_destination = table.contiguous(), None if a_destination is None else a_destination.contiguous()
     number, tile = transpose.limits[0], choose_tile(heads, channels)

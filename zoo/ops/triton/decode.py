@@ -1,16 +1,16 @@
-"""The kernels of a step that decodes few rows, of which each begins while the one before it ends.
+"""Kernels of a decoding step of few rows. Each kernel begins while its predecessor ends.
 
-Kernels of a few microseconds leave the GPU idle for about one between two of them. By programmatic dependent launch, on
-Hopper and newer, a kernel starts as soon as all programs of the one before it allow it (``gdc_launch_dependents``), and
-waits for that one's end (``gdc_wait``) before it touches what any kernel writes: only loads of weights go ahead.
-Kernels right before a step may not write weights; in a model an embedding lookup stands there.
+Between two kernels of a few microseconds the GPU idles for about one microsecond. Programmatic dependent launch, on
+Hopper and newer, overlaps them. A kernel starts as soon as all programs of its predecessor permit it
+(``gdc_launch_dependents``). It waits for the predecessor's end (``gdc_wait``) before it touches memory that any kernel
+writes; only weights are loaded earlier. So the kernel right before a step must not write weights; in a model it is an
+embedding lookup.
+A product reads every weight row once, fused with the norm, the activation and the residual add around it. It permits
+the next kernel at once. Attention permits it late, so that loads of later weights do not delay attention's own loads.
 
-A product reads every weight row once, fused with the norm, the activation and the residual add around it. It lets the
-next kernel start at once; attention lets it start late, so that loads of later weights do not delay its own.
-
-Attention is split over the slots, as in flash decoding: some programs share the filled part of a row's cache, whose
-length is read on the device, and a second kernel merges the partial softmaxes in their order, with the same bits at
-every run. Two more kernels take the greedy token of each row.
+Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
+length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
+reproducible. Two more kernels compute the greedy token of each row.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
@@ -27,13 +27,13 @@ from zoo.engine.kernel import kernel
 from zoo.engine.traced import traced_to_run
 from zoo.ops.common import ceil_div, next_power
 
-# Slots that a program takes at a step, and programs that fill a large GPU.
+# Slots per step of a program, and programs that fill a large GPU.
 BLOCK, ENOUGH = 64, 264
 
 
 @triton.jit
 def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: tl.constexpr):
-    """Two halves of heads [COUNT, D / 2] each, normed if ``norm`` is there, and turned."""
+    """Both halves of heads, [COUNT, D / 2] each, normed if ``norm`` is given, and rotated."""
     place = (tl.arange(0, COUNT) * D)[:, None] + half[None, :]
     first = tl.load(source + place, mask=inside[:, None], other=0.0).to(tl.float32)
     second = tl.load(source + place + D // 2, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -59,7 +59,7 @@ def _attend(
     member = tl.arange(0, GROUP)
     real = member < HEADS // KEY_HEADS
     given = tl.load(positions + batch)
-    # A position that has no slot sees what the nearest one would, and is not written: no slot is another head's.
+    # A position outside the cache reads as the nearest slot and is not written: its address is another head's slot.
     position = tl.minimum(tl.maximum(given, 0), slots - 1)
     oldest = tl.maximum(position - window + 1, 0)
     steps = tl.cdiv(tl.cdiv(position + 1 - oldest, BLOCK), PARTS)
@@ -71,7 +71,7 @@ def _attend(
     keys = cache + (batch * KEY_HEADS + key_head) * slots * D
     values = keys + tl.num_programs(2).to(tl.int64) * KEY_HEADS * slots * D
     if (first <= position) & (position < end) & (position == given):
-        # The new token belongs to this part, whose loop below reads it from the cache as all others.
+        # The new token belongs to this part. The loop below reads it from the cache like all other tokens.
         one = tl.arange(0, 1)
         source = row + (HEADS + key_head) * D
         left, right = _rotated(source, k_norm, cos, sin, half, one == 0, eps, D, 1)
@@ -106,7 +106,7 @@ def _attend(
         total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
         greatest = top
     if OVERLAP:
-        # Not before: weights on their way for later kernels would stand before the keys and values of this one.
+        # Permitted only here: weight loads of later kernels would queue ahead of this kernel's keys and values.
         tl.extra.cuda.gdc_launch_dependents()
     head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
     place = head * PARTS + part
@@ -125,7 +125,7 @@ def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PART
     column = tl.arange(0, D)
     live = part < PARTS
     tops = tl.load(stats + (head * PARTS + part) * 2, mask=live, other=float("-inf"))
-    # Rounding aside, parts beyond what is filled add nothing: their greatest is minus infinity.
+    # Parts beyond the filled slots add nothing: their maximum is minus infinity.
     fade = tl.exp(tops - tl.max(tops, 0))
     exponents = tl.sum(fade * tl.load(stats + (head * PARTS + part) * 2 + 1, mask=live, other=0.0), 0)
     place = ((head * PARTS + part) * D)[:, None] + column[None, :]
@@ -134,7 +134,7 @@ def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PART
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels here begin while the one before them ends. Inductor of torch 2.11 would not launch them so."""
+    """Whether kernels here may use programmatic dependent launch. Inductor of torch 2.11 does not launch them so."""
     if torch.compiler.is_dynamo_compiling():
         return traced_to_run() and _has_dependent_launch(device)
     return _is_known_to_have_dependent_launch(device)
@@ -149,7 +149,7 @@ _is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
 
 
 def overlap_on(device: torch.device) -> dict[str, bool]:
-    """Options of a launch. Only kernels that overlap have the second, which is unknown on AMD's GPUs."""
+    """Launch options. Only overlapping kernels get ``launch_pdl``: Triton for AMD's GPUs does not know it."""
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 
@@ -178,14 +178,14 @@ def decode_attention(
 
 @triton.jit
 def _load_columns(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Columns of rows of the weight, from ``begin`` on: [ROWS, BLOCK_C]."""
+    """Load columns of weight rows, from ``begin`` on: [ROWS, BLOCK_C]."""
     column = begin + tl.arange(0, BLOCK_C)
     return tl.load(weight + (row * C)[:, None] + column[None, :], mask=live[:, None] & (column < C)[None, :], other=0.0)
 
 
 @triton.jit
 def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Products [ROWS] of features ``m``, normed by ``norm`` if any, with rows of the weight that begin by ``first``."""
+    """Dot products [ROWS] of weight rows with features ``m``, normed by ``norm`` if given. ``first`` is preloaded."""
     column = tl.arange(0, BLOCK_C)
     total = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
@@ -228,14 +228,14 @@ def _linear(
         if bias is not None:
             result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
         if residual is not None:
-            # Rounded before the addition, as where the product is a kernel of its own.
+            # Rounded before the addition, as if the product were a separate kernel.
             result = result.to(out.dtype.element_ty).to(tl.float32)
             result += tl.load(residual + m * N + row, mask=live, other=0.0).to(tl.float32)
         tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
 
 
-# Bytes of the weight that a thread holds at once, and programs that keep a large GPU busy: measured on an H200, for the
-# whole chain of a step, since what is best for a kernel alone is not best for those that overlap.
+# Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
+# chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 
@@ -243,14 +243,15 @@ def linear(
     x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
     residual: Tensor | None = None, gated: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Features x [M, C], by an RMS norm if any, times weight [N, C], plus bias [N] and residual [M, N] if any: [M, N].
+    """Product of x [M, C], RMS-normed if ``norm`` is given, and weight [N, C], plus bias [N] and residual [M, N].
 
-    ``gated`` takes a weight [2 N, C], and returns SiLU of the first half times the second.
+    Bias and residual are optional; the result is [M, N]. ``gated`` takes a weight [2 N, C], and returns SiLU of the
+    first half times the second.
     """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
     out = x.new_empty(x.shape[0], n)
-    # Whole rows of the weight at once where they fit. They share the features: as many as leave enough programs.
+    # Whole weight rows at once if they fit. Rows of one program share the features; enough programs must remain.
     block = min(next_power(columns), 8192)
     rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
     warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
@@ -272,7 +273,7 @@ def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr
     column = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32)
     best = tl.max(value, 0)
-    # The first of equals, whatever the order in which they are compared.
+    # The first of equal values, regardless of the order of comparisons.
     index = tl.min(tl.where(value == best, column, V), 0)
     place = row * tl.num_programs(0) + part
     tl.store(values + place, best)
@@ -289,7 +290,7 @@ def _accept(
     value = tl.load(values + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
     index = tl.load(indices + row * PARTS + part, mask=part < PARTS, other=V)
     token = tl.min(tl.where(value == tl.max(value, 0), index, V), 0)
-    # Nothing is equal to a maximum that is no number.
+    # A maximum of NaN equals no logit.
     token = tl.minimum(token, V - 1).to(tl.int64)
     ended = tl.load(finished + row) != 0
     token = tl.where(ended, tl.load(pad), token)
@@ -304,7 +305,7 @@ def accept_greedy(
     logits: Tensor, tokens: Tensor, positions: Tensor, finished: Tensor, step: Tensor, output: Tensor, ends: Tensor,
     pad: Tensor,
 ) -> None:  # fmt: skip
-    """See ``zoo/llm/generate.py``; ``ends`` are a power of two."""
+    """See ``zoo/llm/generate.py``. The length of ``ends`` is a power of two."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape
     parts = ceil_div(vocabulary, LOGITS)

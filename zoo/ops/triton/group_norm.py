@@ -1,22 +1,22 @@
-"""Group norm of channels_last images, with a shift or a concatenation before it and SiLU behind it, and its gradients.
+"""Group norm of channels_last images, after a shift or a concatenation and before SiLU, and its gradients.
 
-Small images take one launch: a program reads a group of an image twice. A step is as many whole pixels as there are
-threads for, and a tile is some steps: a thread has the same channels in all of them. Others take two launches, so that
-the whole GPU reads each image:
+Small images take one launch: a program reads a group of an image twice. A step covers as many whole pixels as threads
+allow. A tile is several steps, and a thread has the same channels in each step. Larger images take two launches, so
+that the whole GPU reads each image:
 
     partial      mean and sum of squared deviations of some groups, over a chunk of pixels
-    apply        the chunks merged in their order; the same pixels again, normalised
+    apply        merges the chunks in order, reads the same pixels again and normalises them
 
-Both save the mean and the rstd of each group for the backward, which takes three launches:
+Both variants save the mean and the rstd of each group for the backward, which takes three launches:
 
-    sums         over a chunk of pixels: of the gradient before the affine part, of it times the normalised pixel, and
-                 of the normalised pixel, for each channel
-    finish       the chunks added: the terms that a group's pixels share, and the gradients of shift, weight and bias
-    gradients    of each pixel; two images that were concatenated get a gradient each
+    sums         per channel over a chunk of pixels: the gradient before the affine part, its product with the
+                 normalised pixel, and the normalised pixel
+    finish       adds the chunks: the terms that a group's pixels share, and the gradients of shift, weight and bias
+    gradients    the gradient of each pixel; concatenated images get one gradient each
 
-Means and deviations are merged as Chan's are, so that a group whose mean is far from zero keeps its variance. A program
-loads the next pixels before it computes with those it has. Sizes are arguments, so that one compilation serves all
-levels of a model.
+Means and deviations are merged by Chan's formula, so that a group whose mean is far from zero keeps its variance. A
+program loads the next pixels before it computes with the current ones. Sizes are runtime arguments, so that one
+compilation serves all levels of a model.
 
 Shape legend: B images, P pixels, C channels, G groups, K chunks of pixels, V vectors of a step, N vectors of a tile.
 """
@@ -32,16 +32,16 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.tiles import total_of
 
-# Channels that a program holds, where groups are not wider; chunks of an image at most, which are put together at once;
-# and programs that a large GPU holds at a time.
+# Channels of a program, unless groups are wider; maximum chunks of an image, all merged in one load; and concurrent
+# programs of a large GPU.
 BLOCK, CHUNKS, ENOUGH = 128, 64, 528
-# Pixels and channels that a program reads at once: 4 vectors of 8 numbers a thread.
+# Elements that a program reads at once: 4 vectors of 8 elements per thread.
 TILE, WARPS, STEPS = 4096, 4, 4
 
 
 @triton.jit
 def _load(x, skip, row, end, channel, live, first, channels, begin, both):
-    """Pixels [ROWS] of channels [BLOCK] from ``begin`` on; those from ``first`` on come from ``skip``, few of both."""
+    """Load pixels [ROWS] of channels [BLOCK]. Channels from ``first`` on come from ``skip``; few tiles mix ``both``."""
     inside = (row < end)[:, None]
     source = tl.where(begin < first, x, skip)
     width = tl.where(begin < first, first, channels - first)
@@ -56,7 +56,7 @@ def _load(x, skip, row, end, channel, live, first, channels, begin, both):
 
 @triton.jit
 def _block_of(channels, first, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns [BLOCK] of a program and their number, channels [BLOCK] and the first, which are there, if of both."""
+    """A program's columns [BLOCK], their count, channels [BLOCK], first channel, mask; whether it reads ``both``."""
     width = units * UNIT
     column = tl.arange(0, BLOCK)
     left = tl.program_id(1) * width
@@ -81,11 +81,11 @@ def _partial(
     end = tl.minimum(begin + rows, pixels)
     row = begin + tl.arange(0, ROWS * STEPS)
     following = _load(x, skip, row, end, channel, live, first, channels, left, both)
-    # A shift of all pixels moves the mean and nothing else. Each row reads it, as it does pixels: it lies where needed.
+    # A shift of all pixels moves only the mean. Each row loads it like pixels, so that both have the same layout.
     place = tl.broadcast_to(image * shift_stride + channel[None, :], [ROWS, BLOCK])
     moved = tl.load(shift + place, mask=(live & (channel < shifted))[None, :], other=0.0).to(tl.float32)
-    # Each thread sums what its pixels are apart from the first of them. That is one of their number, so that their
-    # squares sum to no more than so many deviations, and little is lost in taking off their mean.
+    # Each thread sums the differences of its pixels from its first pixel. Since the first pixel is one of the sample,
+    # the sum of squares stays close to the sum of squared deviations, and little precision is lost to cancellation.
     step = tl.arange(0, STEPS)[:, None, None]
     lane = tl.arange(0, ROWS)
     value = tl.reshape(following, [STEPS, ROWS, BLOCK]).to(tl.float32)
@@ -103,7 +103,7 @@ def _partial(
     middle = sums * (1.0 / tl.maximum(count, 1.0))[:, None]
     squares -= sums * middle
     middle += pivot + moved
-    # Of a channel, then of a group.
+    # Mean of a channel, then of a group.
     mean = tl.sum(middle * count[:, None], 0) / (end - begin)
     deviation = middle - mean[None, :]
     squares = tl.sum(squares + count[:, None] * deviation * deviation, 0)
@@ -141,7 +141,7 @@ def _apply(
     group = left // size + member
     real = (member * size < width) & (group < groups)
     index = tl.arange(0, CHUNKS)
-    # Four chunks at a time, where the first of them is there.
+    # The mask is set in groups of four chunks, by the first chunk of each group.
     asked = real[:, None] & (index // 4 * 4 < chunks)[None, :]
     means = part + ((image * groups + group) * CHUNKS)[:, None] + index[None, :]
     there = (index < chunks)[None, :]
@@ -177,10 +177,10 @@ def _apply(
 def launch_plan(
     images: int, pixels: int, channels: int, groups: int
 ) -> tuple[int, int, tuple[int, int], dict[str, int]]:
-    """Rows of a chunk, vectors of a program, its chunks and blocks, and the constants of both kernels."""
+    """Rows per chunk, vectors per program, chunks, blocks of channels, and the constants of both kernels."""
     size = channels // groups
     block = max(BLOCK, next_power(size))
-    # As many whole groups as fit. Lines that begin on a vector are worth some lanes that have nothing to do.
+    # As many whole groups as fit. Some lanes stay idle so that rows begin on a vector.
     most = min(block // size, groups)
     count, unit = most, 1
     for vector in (8, 4, 2):
@@ -198,16 +198,15 @@ def launch_plan(
 
 # Pixels of an image at most for one launch, measured on an H200.
 PIXELS, SMALL_WARPS = 1024, 16
-# Steps of a tile by the numbers that a thread reads as one vector: as many as registers hold twice, what a program has
-# at hand and what it waits for.
+# Steps of a tile, by elements per vector: registers must hold two tiles, the current one and the one that is loading.
 SMALL_STEPS = {4: 2, 2: 4, 1: 8}
 
 
 @triton.jit
 def activated(normed, silu):
-    """SiLU, where asked for."""
+    """SiLU if ``silu``, else the identity."""
     if silu != 0:
-        # One over it by a root, which is one instruction: a division takes eight.
+        # The reciprocal by rsqrt is one instruction; a division takes eight.
         below = 1.0 + tl.exp2(normed * -1.4426950408889634)
         normed = normed * tl.rsqrt(below * below)
     return normed
@@ -224,16 +223,16 @@ def _small(
     out += image * pixels * channels
     joined += image * pixels * channels
     left = tl.program_id(0) * units * UNIT
-    # A group lies in one of two images.
+    # The group's channels come from x or from skip.
     source = tl.where(left < first, x, skip)
     begin, width = tl.where(left < first, 0, first), tl.where(left < first, first, channels - first)
     unit = tl.arange(0, UNIT)[None, :]
-    # Of a step. Threads behind its last whole pixel have none.
+    # Vectors of a step. Threads after its last whole pixel are idle.
     vector = tl.arange(0, VECTORS)
     row = vector // units
     channel = (left + (vector - row * units) * UNIT)[:, None] + unit
     count = ((pixels - tl.where(row < rows, row, pixels) + rows - 1) // rows).to(tl.float32)[:, None]
-    # Of a tile, whose steps lie one behind the other: a thread has the same channels in each.
+    # Vectors of a tile. Its steps are consecutive, so a thread has the same channels in each step.
     lane = tl.arange(0, STEPS * VECTORS)
     vector = lane % VECTORS
     row = vector // units
@@ -243,11 +242,11 @@ def _small(
     kept = tl.load(source + inner, mask=(row < pixels)[:, None], other=0.0)
     origin = tl.load(source + (left - begin)).to(tl.float32)
     origin += tl.load(shift + image * shift_stride + left, mask=left < shifted, other=0.0).to(tl.float32)
-    # A shift of all pixels moves the mean and nothing else.
+    # A shift of all pixels moves only the mean.
     moved = tl.load(shift + image * shift_stride + channel, mask=channel < shifted, other=0.0).to(tl.float32)
     factor = tl.load(weight + channel).to(tl.float32)
     offset = tl.load(bias + channel).to(tl.float32)
-    # Each thread sums what its pixels are apart from the first of them, as in ``_partial``.
+    # Each thread sums the differences of its pixels from its first pixel, as in ``_partial``.
     step = tl.arange(0, STEPS)[:, None, None]
     pivot = tl.sum(tl.where(step == 0, tl.reshape(kept, [STEPS, VECTORS, UNIT]).to(tl.float32), 0.0), 0)
     sums = tl.zeros([VECTORS, UNIT], tl.float32)
@@ -264,7 +263,7 @@ def _small(
     squares -= sums * middle
     middle += pivot + moved
     numbers = pixels * 1.0 * (units * UNIT)
-    # Apart from one of them, so that of equal ones nothing is left, whatever is rounded.
+    # Relative to one of the values, so that equal values give exactly zero despite rounding.
     mean = origin + tl.sum((middle - origin) * count) / numbers
     deviation = middle - mean
     total = tl.sum(squares + count * deviation * deviation)
@@ -294,14 +293,14 @@ def group_norm(
     x: Tensor, skip: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Group norm of x [B, C, H, W] plus shift [B, C], or of x and skip [B, S, H, W] side by side; SiLU where asked for.
+    """Group norm of x [B, C, H, W] plus shift [B, C], or of x concatenated with skip [B, S, H, W]; SiLU if ``silu``.
 
-    Also what was normed, without the shift, and statistics [B, G, 2]. Rows of the shift may lie apart.
+    Also returns the normed input, without the shift, and statistics [B, G, 2]. The shift's rows may be strided.
     """
     joined, x = x, x.contiguous(memory_format=torch.channels_last)
     if skip is None:
         skip, out = x, torch.empty_like(x)
-        # A tensor of its own for what is not written: the compiler takes what one argument writes for all of a tensor.
+        # A separate dummy for the unused output: the compiler assumes that a written argument overwrites its tensor.
         written = x.new_empty(1)
     else:
         skip = skip.to(x.dtype).contiguous(memory_format=torch.channels_last)
@@ -336,15 +335,15 @@ def group_norm(
     return out, joined, stats
 
 
-# Of the backward: channels and pixels that a program holds at once, 8 numbers a thread; and programs at most.
+# Backward: tile of a program (channels, pixels), 8 elements per thread, and maximum programs.
 GRADIENT_BLOCK, GRADIENT_ROWS, GRADIENT_PROGRAMS = 64, 16, 528
-# Chunks that are put together at once, of at least so many channels; of wider groups fewer.
+# Chunks that are merged at once, and the fewest channels of that tile; wider groups merge fewer chunks at once.
 CHUNKS_AT_ONCE, LEAST_WIDTH = 32, 128
 
 
 @triton.jit
 def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride, shifted, size, groups):
-    """What is to be added to a pixel, one over the deviation, weight and bias of channels [BLOCK]."""
+    """Offset of a pixel (shift minus mean), rstd, weight and bias, for channels [BLOCK]."""
     group = image * groups + channel // size
     moved = tl.load(shift + image * shift_stride + channel, mask=live & (channel < shifted), other=0.0).to(tl.float32)
     moved -= tl.load(stats + group * 2, mask=live, other=0.0)
@@ -356,7 +355,7 @@ def _of_channels(shift, weight, bias, stats, image, channel, live, shift_stride,
 
 @triton.jit
 def _load_gradient(grad, x, row, end, channel, live, channels):
-    """Gradient and value of pixels [ROWS] of channels [BLOCK], which are there, and their places."""
+    """Load gradient and value of pixels [ROWS] of channels [BLOCK]; also their mask and offsets."""
     seen = (row < end)[:, None] & live[None, :]
     place = row[:, None] * channels + channel[None, :]
     return tl.load(grad + place, mask=seen, other=0.0), tl.load(x + place, mask=seen, other=0.0), seen, place
@@ -364,7 +363,7 @@ def _load_gradient(grad, x, row, end, channel, live, channels):
 
 @triton.jit
 def _before_affine(change, value, seen, moved, scale, factor, offset, silu):
-    """Of what was read of pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
+    """From loaded pixels [ROWS, BLOCK]: the gradient before the affine part, and the normalised value."""
     value = tl.where(seen, (value.to(tl.float32) + moved[None, :]) * scale[None, :], 0.0)
     change = change.to(tl.float32)
     if silu != 0:
@@ -397,7 +396,7 @@ def _sums(
     values = tl.zeros([ROWS, BLOCK], tl.float32)
     for _ in range(begin, end, ROWS):
         change, value, seen, _ = held
-        # The next pixels are under way while these are computed with.
+        # The next pixels load during the computation.
         row += ROWS
         held = _load_gradient(grad, x, row, end, channel, live, channels)
         wide, normed = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
@@ -436,13 +435,13 @@ def _finish(
         place = (image * groups + group) * 2
         tl.store(common + place, plain)
         tl.store(common + place + 1, along)
-        # A shift moves all pixels of a channel: its gradient is the sum of theirs.
+        # A shift is added to all pixels of a channel, so its gradient is the sum of their gradients.
         scale = tl.load(stats + place + 1)
         moved = scale * (changes * factor - count * plain - values * along)
         place = grad_shift + image * channels + channel
         tl.store(place, moved.to(grad_shift.dtype.element_ty), mask=live & (channel < shifted))
     else:
-        # Chunks of all images lie one behind the other.
+        # Chunks of all images are consecutive.
         changes = total_of(part, images * chunks, channels, channel, live, CHUNKS, WIDTH)
         products = total_of(part + stride, images * chunks, channels, channel, live, CHUNKS, WIDTH)
         tl.store(grad_bias + channel, changes.to(grad_bias.dtype.element_ty), mask=live)
@@ -473,7 +472,7 @@ def _gradients(
     for begin in range(chunk * rows, end, ROWS):
         row = begin + tl.arange(0, ROWS)
         change, value, seen, place = _load_gradient(grad, x, row, end, channel, live, channels)
-        # A mask and no branch, so that all loads are under way before one is waited for.
+        # A mask instead of a branch, so that all loads are issued before the first result is used.
         further = tl.load(more + place, mask=seen & (channel < added)[None, :], other=0.0).to(tl.float32)
         change, value = _before_affine(change, value, seen, moved, scale, factor, offset, silu)
         result = scale[None, :] * (change * factor[None, :] - plain[None, :] - value * along[None, :]) + further
@@ -488,9 +487,9 @@ def group_norm_backward(
     grad: Tensor, x: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, more: Tensor | None,
     stride: int, first: int, silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x [B, C, H, W] (plus ``more``), first channels and rest; of shift, weight [C] and bias [C].
+    """Gradients of x's ``first`` channels and of its rest (``more`` is added to them), shift, weight [C] and bias [C].
 
-    ``stride`` is that of the shift's rows.
+    ``stride`` is the row stride of the shift.
     """
     x, grad = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, grad))
     images, channels, height, side = x.shape
@@ -499,7 +498,7 @@ def group_norm_backward(
         for part in (first, channels - first)
     )
     grad_shift = None if shift is None else shift.new_empty(shift.shape)
-    # As in the forward, for what is not there.
+    # A dummy for absent outputs, as in the forward.
     spare = x.new_empty(1)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     if not x.numel():

@@ -1,9 +1,9 @@
-"""Layer and RMS norms of rows with the residual add before them: each direction is one pass.
+"""Layer and RMS norms of rows, fused with the residual add before them. Forward and backward are one pass each.
 
-RMS norms and the layer norms of post-norm blocks take a row a program: the sum, its norm, and the norm in the dtype of
-products. Layer norms of narrower rows take some whole rows a program. Few programs of the backward go over all rows:
-each holds its part of the gradients of weight and biases until the end, and ``tiles.py`` adds the parts. There is one
-compilation for each power of two that a width fits in.
+RMS norms and the layer norms of post-norm blocks take one row per program. They write the sum, its norm, and a copy of
+the norm in the dtype of products. Layer norms of narrower rows take several whole rows per program. In the backward few
+programs walk all rows; each keeps partial gradients of weight and biases, and ``tiles.py`` adds these parts. Each power
+of two that a width is padded to compiles once.
 
 Shape legend: R rows, C columns, P programs, S sums.
 """
@@ -17,7 +17,7 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.tiles import add_parts
 
-# Programs of the backward at most: four for each multiprocessor of a large GPU, and a power of two as rows mostly are.
+# Maximum programs of the backward: four per multiprocessor of a large GPU, and a power of two like most row counts.
 PROGRAMS = 512
 
 
@@ -25,7 +25,7 @@ PROGRAMS = 512
 def _norm(
     x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A layer norm, or without a bias an RMS norm, of x, or of x + added + shift, which goes to ``total``."""
+    """Layer norm (RMS norm without a bias) of x, or of x + added + shift; the sum is stored in ``total``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -35,7 +35,7 @@ def _norm(
         value = value.to(tl.float32) + tl.load(added + place, mask=live, other=0.0).to(tl.float32)
         if shift is not None:
             value += tl.load(shift + column, mask=live, other=0.0).to(tl.float32)
-        # What is normed is rounded, as the backward and the next block will read it.
+        # The sum is rounded before it is normed: the backward and the next block read the rounded sum.
         value = value.to(x.dtype.element_ty)
         if total is not None:
             tl.store(total + place, value, mask=live)
@@ -47,7 +47,7 @@ def _norm(
     else:
         offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
         middle = tl.sum(value, 0) / columns
-        # What rounding left of the mean goes too: with a small eps, it would be made large in a row of equal values.
+        # A second pass removes the mean's rounding error. With a small eps a row of equal values would amplify it.
         middle += tl.sum(tl.where(live, value - middle, 0.0), 0) / columns
         deviation = tl.where(live, value - middle, 0.0)
         root = tl.rsqrt(tl.sum(deviation * deviation, 0) / columns + eps)
@@ -63,12 +63,12 @@ def _norm(
 
 @triton.jit
 def _load_row(total, mean, rstd, grad, low_grad, row, rows, column, columns):
-    """Of a row: the sum, its mean and factor, and the gradients of the norm and of its low copy."""
+    """Load a row's sum, mean and factor (rstd), and the gradients of the norm and of its low-precision copy."""
     place, seen = row * columns + column, (column < columns) & (row < rows)
     change = tl.load(grad + place, mask=seen, other=0.0)
     value = tl.load(total + place, mask=seen, other=0.0)
     root = tl.load(rstd + row, mask=row < rows, other=0.0)
-    # Where there is none another stands for it, which is not read.
+    # Unread placeholders for absent values.
     low, middle = change, root
     if low_grad is not None:
         low = tl.load(low_grad + place, mask=seen, other=0.0)
@@ -82,7 +82,7 @@ def _norm_backward(
     total, mean, rstd, weight, grad, low_grad, sum_grad, out, low_out, part, rows, columns,
     COLUMNS: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Of a layer norm, or without a mean of an RMS norm; ``sum_grad`` reached the sum past the norm."""
+    """Backward of a layer norm, or without a mean of an RMS norm. ``sum_grad`` reaches the sum without the norm."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -96,7 +96,7 @@ def _norm_backward(
         if sum_grad is not None:
             past = tl.load(sum_grad + place, mask=live, other=0.0)
         value, middle, root, change, low = held
-        # The next row is under way while the sums of this one wait for all threads.
+        # The next row loads while the reductions of this row synchronise all threads.
         following = row + tl.num_programs(0)
         held = _load_row(total, mean, rstd, grad, low_grad, following, rows, column, columns)
         gradient = change.to(tl.float32)
@@ -133,9 +133,9 @@ def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     low_dtype: torch.dtype | None = None, *, keep: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The layer norm of the sum, or without a bias its RMS norm, and a copy of it in ``low_dtype``.
+    """Layer norm of the sum, or its RMS norm without a bias, and a copy of the norm in ``low_dtype``.
 
-    If kept also the sum [..., C], and of each row its mean, which an RMS norm has not, and its factor [...].
+    If kept, also the sum [..., C], the mean of each row [...] (layer norm only) and its factor (rstd) [...].
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
@@ -155,9 +155,9 @@ def norm_backward(
     total: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, grad: Tensor, low_grad: Tensor | None,
     sum_grad: Tensor | None, low_dtype: torch.dtype | None, number: int,
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """Gradients of the sum [..., C], of its copy in ``low_dtype``, and the first ones of weight, bias and shift [C].
+    """Gradients of the sum [..., C], of its copy in ``low_dtype``, and of ``number`` of weight, bias and shift [C].
 
-    ``sum_grad`` reached the sum past the norm.
+    ``sum_grad`` is the gradient that reaches the sum without passing the norm.
     """
     total, rstd, weight, grad = [each.contiguous() for each in (total, rstd, weight, grad)]
     low_grad, sum_grad = [None if each is None else each.contiguous() for each in (low_grad, sum_grad)]
@@ -175,13 +175,13 @@ def norm_backward(
 
 
 def _warps(block: int) -> int:
-    """Of a program that holds a row in so many places: a thread has 8, which are 32 bytes of each tensor in float32."""
+    """Warps of a program whose padded row has ``block`` elements: 8 per thread, 32 bytes of each float32 tensor."""
     return min(max(block // 256, 1), 32)
 
 
-# Numbers of a tile of whole rows, and rows of it at most: 16 numbers a thread, 4 warps; in the backward 8 of 8 warps.
+# Elements of a tile of whole rows, and its maximum rows: 16 elements per thread of 4 warps; in the backward 8 of 8.
 TILE, ROWS = 2048, 4
-# Programs of the backward at most: two a multiprocessor.
+# Maximum programs of the backward: two per multiprocessor.
 ROW_PROGRAMS = 256
 
 
@@ -196,20 +196,20 @@ def _layer_norm(
     live = column < columns
     seen = (first + row < rows)[:, None] & live[None, :]
     place = row[:, None] * columns + column[None, :]
-    # A mask and no branch, so that both loads are under way before either is waited for.
+    # A mask instead of a branch, so that both loads are issued before either result is used.
     both = seen & (column < added)[None, :]
     value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
     value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
     moved = tl.load(shift + column, mask=column < shifted, other=0.0).to(tl.float32)
     tl.store(total + first * columns + place, (value + moved[None, :]).to(total.dtype.element_ty), mask=both)
-    # What is normed is rounded, as it would be if it were written.
+    # The sum is rounded before it is normed, as if it had been stored.
     value = value.to(out.dtype.element_ty)
     if kept is not None:
         tl.store(kept + first * columns + place, value, mask=seen & (column < shifted)[None, :])
     value = value.to(tl.float32)
     factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)
-    # Rounded as torch rounds: a row of equal values has no variance.
+    # Rounded as in torch: a row of equal values has zero variance.
     middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
     deviation = tl.where(seen, value - middle[:, None], 0.0)
     root = tl.rsqrt(tl.sum(deviation * deviation, 1) / columns + eps)
@@ -222,13 +222,13 @@ def _layer_norm(
 
 @triton.jit
 def _load_rows(grad, more, summed, mean, rstd, first, row, column, rows, columns, joined):
-    """Of rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and mean and factor of each row."""
+    """Load for rows [ROWS, COLUMNS]: the norm's gradient, the sum, its other gradient, and each row's mean and rstd."""
     inside = first + row < rows
     seen = inside[:, None] & (column < columns)[None, :]
     place = first * columns + row[:, None] * columns + column[None, :]
     change = tl.load(grad + place, mask=seen, other=0.0)
     value = tl.load(summed + place, mask=seen, other=0.0)
-    # A mask and no branch, so that all loads are under way before any is waited for.
+    # A mask instead of a branch, so that all loads are issued before any result is used.
     extra = tl.load(more + place, mask=seen & (column < joined)[None, :], other=0.0)
     middle = tl.load(mean + first + row, mask=inside, other=0.0)
     root = tl.load(rstd + first + row, mask=inside, other=0.0)
@@ -251,7 +251,7 @@ def _layer_norm_backward(
     held = _load_rows(grad, more, summed, mean, rstd, mine * ROWS, row, column, rows, columns, joined)
     for first in range(mine * ROWS, rows, tl.num_programs(0) * ROWS):
         change, value, extra, middle, root = held
-        # The next rows are under way while the sums of these wait for all threads.
+        # The next rows load while the reductions of these rows synchronise all threads.
         following = first + tl.num_programs(0) * ROWS
         held = _load_rows(grad, more, summed, mean, rstd, following, row, column, rows, columns, joined)
         wide, added = change.to(tl.float32), extra.to(tl.float32)
@@ -277,9 +277,9 @@ def _layer_norm_backward(
 def layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """The layer norm of x [R, C] plus residual [R, C], and that sum plus shift [C]; without a residual of x alone.
+    """Layer norm of x [R, C] + residual [R, C], and that sum plus shift [C]; without a residual the norm of x.
 
-    If kept also what was normed [R, C], and mean and factor of each row [R].
+    If kept, also the normed input [R, C], and mean and factor (rstd) of each row [R].
     """
     x, columns = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
@@ -290,8 +290,8 @@ def layer_norm(
     if x.numel():
         rows, block = x.numel() // columns, next_power(columns)
         at_once = max(1, min(ROWS, TILE // block))
-        # Where there is none another stands for it that is not read, or one of its own that is not written: the
-        # compiler takes what one argument writes for the whole of a tensor.
+        # Placeholders for absent arguments. An unread input may be any tensor; an unwritten output needs its own, since
+        # the compiler assumes that a written argument overwrites its whole tensor.
         weight = weight.contiguous()
         added = x if residual is None else residual.contiguous()
         moved = weight if shift is None else shift.contiguous()
@@ -307,7 +307,7 @@ def layer_norm_backward(
     grad: Tensor, more: Tensor | None, summed: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, bias: Tensor,
     shift: torch.dtype | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of the sum [R, C], of weight and bias [C], and of a shift [C] of a dtype, if it is said."""
+    """Gradients of the sum [R, C], of weight and bias [C], and of a shift [C] if its dtype is given."""
     columns, grad, summed, weight = summed.shape[-1], grad.contiguous(), summed.contiguous(), weight.contiguous()
     out = torch.empty_like(summed)
     sums = [torch.empty_like(weight), torch.empty_like(bias)]
@@ -316,7 +316,7 @@ def layer_norm_backward(
     rows, block = mean.numel(), next_power(columns)
     at_once = max(1, min(ROWS, TILE // block))
     part = mean.new_empty(max(1, min(ceil_div(rows, at_once), ROW_PROGRAMS)), len(sums), columns)
-    # As above, where there is none another stands for it.
+    # Placeholders for absent arguments, as above.
     _layer_norm_backward[(part.shape[0],)](
         grad, grad if more is None else more.contiguous(), summed, mean, rstd, weight, out, part, rows, columns,
         0 if more is None else columns, SHIFTED=shift is not None, ROWS=at_once, COLUMNS=block, num_warps=8,

@@ -1,18 +1,18 @@
-"""The sum of few numbers over the processes of a host, in one kernel that can begin while the one before it ends.
+"""All-reduce of few numbers over the processes of a host, in one kernel that can begin while its predecessor ends.
 
-Each process writes its numbers into the memory of all, each number in one word with the count of the sum. A process
-that finds the count has the number: none waits at a barrier. NCCL calls this protocol LL; see Hu et al., 2025,
-https://arxiv.org/abs/2507.04786. All add up in the order of ranks, in float32, and get equal bits. On two H200s a sum
-of 4,096 numbers takes 1.8 us of a CUDA graph; with flags behind the numbers 4.3, torch's one-shot all-reduce 6.6, NCCL
-7.8.
+Each process writes its numbers into the memory of all processes. Each word holds a number and the count of the sum. A
+reader that finds the count has the number, so no process waits at a barrier. NCCL calls this protocol LL; see Hu et
+al., 2025, https://arxiv.org/abs/2507.04786. All processes add in the order of ranks, in float32, and get equal bits. On
+two H200s a sum of 4,096 numbers takes 1.8 us of a CUDA graph; with flags after the numbers 4.3 us, torch's one-shot
+all-reduce 6.6 us, NCCL 7.8 us.
 
-A process has two places for the numbers of each rank: one for sums of even count, one for those of odd. No number is
-overwritten before it was read. A process that writes for sum e + 2 has ended its sum e + 1; so it has found what all
-wrote for that one, which each began after its own sum e had ended and had read what is overwritten now. Kernels of one
-stream touch what is shared after all before them have ended, also those that begin early: ``gdc_wait`` waits for the
-kernel before, which waited for those before it. The same holds for each program alone, whatever the size of a sum: it
-writes and reads all words of its block every time. In each word it finds the count of the last sum but one until the
-new one arrives, so the lowest 16 bits of a count are enough.
+A process has two slots for the numbers of each rank: one for sums of even count, one for sums of odd count. No number
+is overwritten before it is read. Proof: a process that writes for sum e + 2 has ended sum e + 1, so it has read what
+every rank wrote for e + 1. Each rank wrote that after its sum e ended, so it has read the numbers that are overwritten
+now. Kernels of one stream, also early ones, touch shared memory only after all earlier kernels have ended: ``gdc_wait``
+waits for the predecessor, which waited for its own predecessor. The same holds for each program, whatever the size of a
+sum: a program writes and reads all words of its block every time. Until the new number arrives a word holds the count
+of the sum before the last, so the lowest 16 bits of a count are enough.
 
 Shape legend: R processes, P programs, W words of a program.
 """
@@ -28,22 +28,22 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.triton import decode
 
-# Words of a program, which is one warp and waits for no other. A thread writes 16 bytes at once in half precision.
+# Words of a program. A program is one warp, independent of others. Half-precision threads write 16 bytes at once.
 WORDS = 128
 
 
 @triton.jit
 def _pointer(addresses, rank, word: tl.constexpr):
-    """Where an address points; memory of GPUs begins at multiples of 16 bytes."""
+    """The address of a rank as a pointer. GPU memory is aligned to 16 bytes."""
     return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(word)), 16)
 
 
 class Shared(NamedTuple):
-    """What the sums of a process need; all zeros but the addresses before the first one. All sums are in one stream."""
+    """State of a process's sums. Before the first sum all but the addresses is zero. All sums run on one stream."""
 
-    memory: Tensor  # [2, R, P W], twice as wide as a number: what the ranks wrote for the last two sums
-    addresses: Tensor  # int64 [R + 1]: of this process's part in the memory of each rank; of its own memory
-    counts: Tensor  # int32 [P]: sums that each program has taken part in
+    memory: Tensor  # [2, R, P W], words twice as wide as a number: the ranks' numbers of the last two sums
+    addresses: Tensor  # int64 [R + 1]: this process's slot in the memory of each rank, then its own memory
+    counts: Tensor  # int32 [P]: sums that each program has computed
 
 
 @kernel
@@ -52,7 +52,7 @@ def _sum(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        # At once: weights of the next kernel are on their way while this one waits for the others' numbers.
+        # Permitted at once: the next kernel loads weights while this kernel waits for the other ranks' numbers.
         tl.extra.cuda.gdc_launch_dependents()
     bits: tl.constexpr = part.dtype.element_ty.primitive_bitwidth
     number: tl.constexpr = tl.int16 if bits == 16 else tl.int32
@@ -68,7 +68,7 @@ def _sum(
     value = tl.load(part + place, mask=place < n, other=0.0)
     packed = (value.to(number, bitcast=True).to(word) << bits) | label
     for rank in tl.static_range(RANKS):
-        # Written through, as it is read past the first cache: a word arrives whole, whatever becomes of its neighbours.
+        # Written through, and read past the L1 cache. A word arrives whole, independent of its neighbours.
         tl.store(_pointer(addresses, rank, word) + start, packed, cache_modifier=".wt")
     total = tl.zeros([WORDS], tl.float32)
     waits = 1
@@ -85,7 +85,7 @@ def _sum(
 
 
 def sum_of_parts(part: Tensor, shared: Shared) -> Tensor:
-    """A part of each process, of equal shape, at most ``capacity`` numbers of the dtype of ``shared`` -> their sum."""
+    """Sum of the processes' parts. They have one shape, at most ``capacity`` numbers and the dtype of ``shared``."""
     part = part.contiguous()
     out, n = torch.empty_like(part), part.numel()
     _sum[(ceil_div(n, WORDS),)](
@@ -96,5 +96,5 @@ def sum_of_parts(part: Tensor, shared: Shared) -> Tensor:
 
 
 def capacity(shared: Shared) -> int:
-    """Numbers that a sum can have."""
+    """Maximum count of numbers in a sum."""
     return shared.counts.shape[0] * WORDS

@@ -1,13 +1,13 @@
-"""Kernels over tiles of rows and columns: sums over rows, what stands around products, images in windows.
+"""Kernels over tiles of rows and columns: sums over rows, epilogues of matrix products, windows of images (im2col).
 
-Sums take two steps: programs add up rows of their own, and a last kernel adds their parts in float32, in a fixed order.
+Sums take two steps: each program adds its own rows, and a last kernel adds the parts in float32, in a fixed order.
 
-Around products stand biases, residuals, GELU, and units gated by GELU or SiLU. A product fused with its gate loads
-tiles by Hopper's TMA, which fills with zeros what lies outside, and multiplies the same rows by a tile of each half.
-Two programs fit a multiprocessor, so that one multiplies while the other is at its gate.
+Epilogues are biases, residuals, GELU, and units gated by GELU or SiLU. The product fused with its gate loads tiles by
+Hopper's TMA, which pads with zeros, and multiplies the same rows by a tile of each half. Two programs fit on a
+multiprocessor, so that one multiplies while the other computes its gate.
 
-Images are in channels_last. The compiler's code for symbolic sizes divides the place of each number by a width that it
-does not know, and reads numbers one by one; here places in a tile are sums. Sizes are arguments, so that one
+Images are in channels_last. The compiler's code for symbolic sizes divides the offset of each element by an unknown
+width and loads elements one by one; here the offsets in a tile are sums. Sizes are runtime arguments, so that one
 compilation serves all levels of a model.
 
 Shape legend: R rows (pixels of all images), C channels or columns, I width inside the MLP, B images, H height, W width,
@@ -28,7 +28,7 @@ from zoo.ops.common import ceil_div
 
 @triton.jit
 def tile_of(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program's first row, rows [ROWS] from there on, columns [COLUMNS], and which of them are there."""
+    """A program's first row, rows [ROWS] relative to it, columns [COLUMNS], and the mask of valid elements."""
     across = tl.cdiv(columns, COLUMNS)
     first = (tl.program_id(0) // across).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -37,11 +37,11 @@ def tile_of(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return first, row, column, seen
 
 
-# Rows and columns of a tile, 8 warps: 32 bytes a thread in half precision, where a warp reads lines as they are.
+# Tile (rows, columns), 8 warps: 32 bytes per thread in half precision, with whole cache lines per warp.
 ROWS, COLUMNS = 8, 512
-# Parts of a tile's columns at most: three tiles of a width of 3,072 for each half of a multiprocessor of a large GPU.
+# Maximum parts of a tile's columns. For a width of 3,072: three tiles per half multiprocessor of a large GPU.
 PARTS = 128
-# Parts that the last kernel reads at once, and its columns: many programs, for little is read.
+# Tile of the last kernel (parts, columns): many small programs, since it reads little.
 PARTS_AT_ONCE, LAST_COLUMNS = 128, 16
 
 
@@ -60,7 +60,7 @@ def _column_sums(x, part, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 @triton.jit
 def total_of(part, parts, stride, column, live, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Parts [P, ...], so many numbers apart, added up in their order, of columns [COLUMNS] where they are ``live``."""
+    """Sum of parts [P, ...], ``stride`` elements apart, in order, for the ``live`` ones of columns [COLUMNS]."""
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for start in range(0, parts, PARTS):
         index = start + tl.arange(0, PARTS)
@@ -83,7 +83,7 @@ def _add_parts(part, first, second, third, parts, columns, PARTS: tl.constexpr, 
 
 
 def add_parts(part: Tensor, *sums: Tensor) -> None:
-    """Parts [P, S, C] in float32 -> S sums [C], up to three, each written in its own dtype."""
+    """Add parts [P, S, C] in float32 into S sums [C], at most three, each in its own dtype."""
     parts, _, columns = part.shape
     grid = ceil_div(columns, LAST_COLUMNS), len(sums)
     first, second, third = (*sums, None, None)[:3]
@@ -91,11 +91,11 @@ def add_parts(part: Tensor, *sums: Tensor) -> None:
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., C] -> [C] in another dtype."""
+    """Sum x [..., C] over all rows: [C] in another dtype."""
     x, columns = x.contiguous(), x.shape[-1]
     out = x.new_empty(columns, dtype=dtype)
     rows = x.numel() // columns
-    # Where one tile holds all columns there are no others beside it to be read.
+    # If one tile holds all columns, no other tiles fill the GPU, so the rows form more parts.
     parts = max(1, min(ceil_div(rows, ROWS), PARTS if columns > COLUMNS else 2 * PARTS))
     part = x.new_empty(parts, 1, columns, dtype=torch.float32)
     _column_sums[(ceil_div(columns, COLUMNS), parts)](x, part, rows, columns, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8)
@@ -103,7 +103,7 @@ def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-# An image's tile: a thread reads 8 numbers of each summand. Widths in the models are multiples of 64.
+# Tile of an image: a thread reads 8 elements of each summand. Widths in the models are multiples of 64.
 IMAGE_TILE = {"ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 
 
@@ -117,7 +117,7 @@ def _launch(kernel: Any, rows: int, columns: int, *given: Any) -> None:
 def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
     place = row[:, None] * columns + column[None, :]
-    # A mask and no branch, so that both loads are under way before either is waited for.
+    # A mask instead of a branch, so that both loads are issued before either result is used.
     both = seen & (column < added)[None, :]
     value = tl.load(x + first * columns + place, mask=seen, other=0.0).to(tl.float32)
     value += tl.load(residual + first * columns + place, mask=both, other=0.0).to(tl.float32)
@@ -128,7 +128,7 @@ def _conv_add(x, bias, residual, out, rows, columns, added, ROWS: tl.constexpr, 
 @kernel(do_not_specialize=["rows", "height", "width", "lines", "across", "stride"])
 def _windows(x, out, rows, height, width, lines, across, stride, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
-    # A row is one of the nine pixels that a pixel of the output is made of.
+    # A row is one of the nine input pixels of an output pixel.
     pixel = (first + row) // 9
     ninth = (first + row) - pixel * 9
     line = pixel // across
@@ -142,17 +142,17 @@ def _windows(x, out, rows, height, width, lines, across, stride, columns, ROWS: 
 
 
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """[R, C] plus [C] plus [R, C], if any: [R, C]."""
+    """X [R, C] plus bias [C] plus residual [R, C], if given: [R, C]."""
     x, (rows, columns) = x.contiguous(), x.shape
     out = torch.empty_like(x, dtype=x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype))
-    # Where there is none another tensor stands for it, of which nothing is read.
+    # Without a residual x is an unread placeholder.
     other, added = (x, 0) if residual is None else (residual.contiguous(), columns)
     _launch(_conv_add, rows, columns, x, bias.contiguous(), other, out, rows, columns, added)
     return out
 
 
 def windows(x: Tensor, stride: int) -> Tensor:
-    """[B, H, W, C] -> [B H' W', 9 C], H' = ⌈H / stride⌉: what a 3 × 3 convolution with a padding of 1 multiplies."""
+    """im2col of a 3 × 3 convolution with a padding of 1: [B, H, W, C] -> [B H' W', 9 C], H' = ⌈H / stride⌉."""
     count, height, width, columns = x.shape
     lines, across = ceil_div(height, stride), ceil_div(width, stride)
     rows = count * lines * across
@@ -162,7 +162,7 @@ def windows(x: Tensor, stride: int) -> Tensor:
     return out
 
 
-# Pixels of the result that a program writes.
+# Output pixels of a program.
 PIXELS = 128
 
 
@@ -185,7 +185,7 @@ def _space_to_depth(
 
 
 def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: int, dtype: torch.dtype) -> Tensor:
-    """As ``zoo.ops.images.space_to_depth``; ``channels`` is a power of two."""
+    """See ``zoo.ops.images.space_to_depth``. ``channels`` is a power of two."""
     out = x.new_empty(x.shape[0], height, width, channels, dtype=dtype)
     pixels = x.shape[0] * height * width
     _space_to_depth[(ceil_div(pixels, PIXELS),)](
@@ -197,16 +197,16 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
 
 @triton.jit
 def erf_form(x):
-    """|x|, and the normal distribution beyond it: the probability, and |x| times the density there.
+    """|x|, the normal distribution's upper tail probability at |x|, and |x| times the density there.
 
-    The probability by 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions, whose error is 1.5e-7 at
-    most; it shares its exponential with the density. An exact erf has twice the instructions, and would take longer
-    than memory.
+    The probability is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions, with an error of at
+    most 1.5e-7. It shares its exponential with the density. An exact erf takes twice the instructions and would make
+    the kernel compute-bound.
     """
-    # Behind 64 nothing is left of the tail, and infinity times nothing is not a number.
+    # Beyond 64 the tail is zero, and infinity times zero is NaN.
     size = tl.minimum(tl.abs(x), 64.0, propagate_nan=tl.PropagateNan.ALL)
     t = 1.0 + 0.23164189 * size
-    t = tl.rsqrt(t * t)  # 1 / t in one instruction, where a division takes eight
+    t = tl.rsqrt(t * t)  # 1 / t in one instruction; a division takes eight
     bell = tl.exp2(-0.72134752 * size * size)
     tail = 1.061405429 * t - 1.453152027
     tail = tail * t + 1.421413741
@@ -217,14 +217,14 @@ def erf_form(x):
 
 @triton.jit
 def _gelu(x):
-    """The erf form. Taken off max(x, 0) the tail cancels nowhere: in float32 the error stays below 4e-7."""
+    """GELU by erf, as max(x, 0) minus the tail. This avoids cancellation: the float32 error stays below 4e-7."""
     size, tail, _ = erf_form(x)
     return tl.maximum(x, 0.0) - size * tail
 
 
 @triton.jit
 def _tanh_form(x):
-    """What x is multiplied with, a sigmoid, and the slope of what stands in it, times x."""
+    """GELU by tanh is x times a sigmoid. Returns the sigmoid, and x times the derivative of the sigmoid's argument."""
     square = x * x
     within = 1.5957691216 * x * (1.0 + 0.044715 * square)
     return tl.sigmoid(within), 1.5957691216 * x * (1.0 + 0.134145 * square)
@@ -232,7 +232,7 @@ def _tanh_form(x):
 
 @kernel(do_not_specialize=["rows"])
 def _bias_gelu(x, bias, out, rows, columns, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Rows lie along the axis that has no limit.
+    # Rows are on the grid's first axis, the only one without a small limit.
     first = tl.program_id(0).to(tl.int64) * ROWS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     below = tl.arange(0, ROWS)
@@ -281,7 +281,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """Gradient of the output [..., I] -> of x [..., I] and of the bias [I]."""
+    """From the gradient of the output [..., I]: the gradients of x [..., I] and of the bias [I]."""
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     out, grad_bias, columns = torch.empty_like(x), torch.empty_like(bias), x.shape[-1]
     rows = x.numel() // columns
@@ -294,23 +294,23 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tup
     return out, grad_bias
 
 
-# A tile of the gate with GELU, of which a thread reads 16 numbers of each half, and of the one with SiLU. GELU's widths
-# are multiples of 256.
+# Tiles of the GELU gate and of the SiLU gate. In the GELU gate a thread reads 16 elements of each half, and widths are
+# multiples of 256.
 GATE, SILU = {"ROWS": 8, "COLUMNS": 256}, {"ROWS": 1, "COLUMNS": 2048}
-# Programs of the backward at most, shared between tiles of columns: three a multiprocessor of a large GPU. With SiLU,
-# which has no bias to add up a gradient for, as many as a grid can have.
+# Maximum programs of the backward, over all tiles of columns: three per multiprocessor of a large GPU. SiLU sums no
+# bias gradient, so its limit is the grid's.
 PROGRAMS, MOST_PROGRAMS = 384, 65535
-# Of a product's tile: rows, columns of each half, channels at once; and what is under way. The fastest on an H200.
+# Tile of the product (rows, columns of each half, channels) and its pipeline stages: the fastest on an H200.
 PRODUCT_ROWS, PRODUCT_COLUMNS, CHANNELS, STAGES = 128, 64, 64, 3
-# Tiles of rows that take turns at the same columns, so that these are still in the cache.
+# Tiles of rows that run consecutively on the same columns, so that the weights stay in the cache.
 TURNS = 8
-# Of more channels a product is long enough to be worth more threads.
+# With more channels a product is long enough for more threads.
 FEW_CHANNELS = 512
 
 
 @kernel(do_not_specialize=["rows"])
 def _gated(x, bias, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """With a bias the first half times GELU of the second, without one SiLU of the first half times the second."""
+    """With a bias: first half times GELU of the second. Without one: SiLU of the first half times the second."""
     first, row, column, seen = tile_of(rows, columns, ROWS, COLUMNS)
     x += first * (2 * columns)
     place = row[:, None] * (2 * columns) + column[None, :]
@@ -341,7 +341,7 @@ def _gated_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr,
     for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
         seen = (first + below < rows)[:, None] & live[None, :]
         place = first * columns + below[:, None] * columns + column[None, :]
-        # Rows of both halves are twice as long.
+        # Rows of the input hold both halves.
         wide = first * (2 * columns) + below[:, None] * (2 * columns) + column[None, :]
         change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
         left = tl.load(x + wide, mask=seen, other=0.0).to(tl.float32)
@@ -391,7 +391,7 @@ def _gated_gelu_product(
 
 
 def gated(x: Tensor, bias: Tensor | None) -> Tensor:
-    """``gated_gelu`` of x [..., 2 I] and a bias [2 I], or ``swiglu`` of x alone: [..., I]."""
+    """``gated_gelu`` of x [..., 2 I] and bias [2 I], or ``swiglu`` of x without a bias: [..., I]."""
     x, columns = x.contiguous(), x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], columns)
     if out.numel():
@@ -403,7 +403,7 @@ def gated(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gated_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the output [..., I] -> of x [..., 2 I] and of the bias [2 I], None without one."""
+    """From the gradient of the output [..., I]: the gradients of x [..., 2 I] and of the bias [2 I], or None."""
     grad, x, columns = grad.contiguous(), x.contiguous(), grad.shape[-1]
     out, part, grad_bias = torch.empty_like(x), None, None
     tile, most = (SILU, MOST_PROGRAMS) if bias is None else (GATE, PROGRAMS)
@@ -420,7 +420,7 @@ def gated_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """X [R, C] by weight [2 I, C], plus bias [2 I]; GELU of the second half times the first: [R, I]."""
+    """X [R, C] times weight [2 I, C], plus bias [2 I]; then GELU of the second half times the first: [R, I]."""
     (rows, channels), columns = x.shape, weight.shape[0] // 2
     x, out = x.contiguous(), x.new_empty(rows, columns)
     if out.numel():

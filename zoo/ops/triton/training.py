@@ -1,12 +1,12 @@
-"""Kernels of a training step: AdamW, cross entropy, a scaling that is mostly by one, and a look for NaN.
+"""Kernels of a training step: AdamW, cross entropy, a scaling whose factor is mostly 1, and a check for NaN.
 
-torch's own AdamW takes all parameters in one launch, in pieces that few threads go through in turn, and a third of the
-memory's rate is lost. Here each program loads all before it computes, 16 bytes at a time, and up to eight parameters of
-one size share a launch, whose end leaves multiprocessors idle.
+torch's fused AdamW takes all parameters in one launch, in chunks that few threads walk in turn, and loses a third of
+the memory bandwidth. Here each program issues all its loads before it computes, 16 bytes at a time. Up to eight
+parameters of one size share a launch, since the tail of each launch leaves multiprocessors idle.
 
 A program of the cross entropy reads a row twice: for its log-sum-exp, by an online softmax, and for the gradient. The
-last columns stay in registers. One program of many warps runs on a multiprocessor at a time, so that the rows under way
-fit into the L2 cache; the second reading goes backwards, since what was read last is still there.
+last columns stay in registers. One program of many warps runs on a multiprocessor at a time, so that the active rows
+fit into the L2 cache. The second pass goes backwards, since the columns read last are still in the cache.
 
 Shape legend: K parameters of a launch, M numbers of each; n rows, V classes.
 """
@@ -22,13 +22,13 @@ from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.training import TOGETHER
 
-# Numbers of a program, and its warps: 8 numbers of each tensor for a thread, a vector of half precision.
+# Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
 
 
 @triton.jit
 def _one_minus_exp(x):
-    """1 - e^x for x <= 0, to float32's last digits: next to zero by its series, where the difference cancels."""
+    """1 - e^x for x <= 0, accurate in float32. Near zero, where the difference cancels, it is the series."""
     series = 1.0 + x * (1.0 / 8.0)
     for power in tl.static_range(7, 1, -1):
         series = 1.0 + x * (1.0 / power) * series
@@ -37,7 +37,7 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _select(index, a, b, c, d, e, f, g, h):
-    """A pointer by the bits of its index. What is selected of aligned pointers the compiler knows to be aligned."""
+    """Select a pointer by the bits of its index. The compiler keeps the alignment of pointers through selects."""
     bit = index % 2 == 1
     a, c, e, g = tl.where(bit, b, a), tl.where(bit, d, c), tl.where(bit, f, e), tl.where(bit, h, g)
     bit = index // 2 % 2 == 1
@@ -45,7 +45,7 @@ def _select(index, a, b, c, d, e, f, g, h):
     return tl.where(index // 4 == 1, e, a)
 
 
-# One counter that lies elsewhere is no reason to compile another.
+# Differently aligned step counters do not trigger another compilation.
 @kernel(do_not_specialize_on_alignment=[f"count{index}" for index in range(TOGETHER)])
 def _adamw(
     param0, param1, param2, param3, param4, param5, param6, param7, grad0, grad1, grad2, grad3, grad4, grad5, grad6,
@@ -54,14 +54,14 @@ def _adamw(
     scale, skip, numbers, keep, take, log_keep, keep_square, take_square, log_keep_square, eps, decay,
     RATE_ON_DEVICE: tl.constexpr, MAXIMIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One parameter after the other, as memory likes it.
+    # Programs walk one parameter after the other, which suits memory.
     index = tl.program_id(1)
     param = _select(index, param0, param1, param2, param3, param4, param5, param6, param7)
     grad = _select(index, grad0, grad1, grad2, grad3, grad4, grad5, grad6, grad7)
     average = _select(index, average0, average1, average2, average3, average4, average5, average6, average7)
     square = _select(index, square0, square1, square2, square3, square4, square5, square6, square7)
     count = _select(index, count0, count1, count2, count3, count4, count5, count6, count7)
-    # A table of words for every language has more numbers than 32 bits count bytes of.
+    # A multilingual embedding has more bytes than 32 bits can count.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     seen = place < numbers
     p = tl.load(param + place, mask=seen, other=0.0).to(tl.float32)
@@ -72,7 +72,7 @@ def _adamw(
     if RATE_ON_DEVICE:
         rate = tl.load(rate).to(tl.float32)
     if skip is not None:  # noqa: SIM102 (what is None is nothing to load from)
-        # Behind the reads, so that these do not wait for it: bad steps are rare.
+        # Checked after the loads, so that they do not wait for it: bad steps are rare.
         if tl.load(skip) == 1.0:
             return
     if scale is not None:
@@ -96,16 +96,16 @@ def adamw(
     rate: Tensor | float, scale: Tensor | None, skip: Tensor | None, betas: tuple[float, float], eps: float,
     decay: float, maximize: bool,
 ) -> None:  # fmt: skip
-    """One update of K parameters, in place. Each one's four tensors of M numbers lie alike, without gaps.
+    """Update K parameters in place. The four tensors of a parameter have M elements, equal strides and no gaps.
 
-    The dtypes are the first's, and ``counts`` include this step.
+    All parameters have the dtypes of the first, and ``counts`` include this step.
     """
     numbers = params[0].numel()
     coefficients: list[float] = []
     for beta in betas:
-        # In double precision here: 0.999 rounded to float32 and taken off one is wrong in the fifth digit.
+        # In double precision: 1 minus 0.999 rounded to float32 is wrong in the fifth digit.
         coefficients += [beta, 1.0 - beta, math.log(beta) if beta else -math.inf]
-    # No program is launched for those that fill up the arguments.
+    # Repeated arguments fill the unused parameters. No program is launched for them.
     fill = TOGETHER - len(params)
     pointers = [each for held in (params, grads, averages, squares, counts) for each in held + held[-1:] * fill]
     _adamw[ceil_div(numbers, UPDATE_BLOCK), len(params)](
@@ -114,24 +114,24 @@ def adamw(
     )  # fmt: skip
 
 
-# Bytes of a row that a program takes at once (16 two-byte logits a thread), readings under way and what is computed
-# with, and warps: as many as a program can have, of 64 threads each on AMD's GPUs, which hold less that is under way.
+# Bytes of a row per step (16 two-byte logits per thread), pipeline stages, and warps. Warps are the maximum of a
+# program; on AMD's GPUs, which have less room for loads in flight, a warp has 64 threads.
 BYTES, STAGES, WARPS = (32768, 1, 32) if torch.version.hip is None else (32768, 1, 16)
-# Numbers that a program scales at once, programs at most, and their warps. Few, since most often all just return.
+# Elements per step of a scaling program, maximum programs, and warps. Few programs, since mostly all return at once.
 SCALE_BLOCK, SCALE_PROGRAMS, SCALE_WARPS = 4096, 2048, 8
-# Of float32.
+# The largest finite float32.
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def _columns(start, VECTORS: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [VECTORS, WIDTH] from ``start`` on: one thread holds a whole vector."""
+    """Columns [VECTORS, WIDTH] from ``start`` on. One thread holds a whole vector."""
     return start + tl.arange(0, VECTORS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def _online_softmax(most, total, x):
-    """Greatest and sum of each lane, with logits [VECTORS, WIDTH] more."""
+    """Update the maximum and the sum of each lane with logits [VECTORS, WIDTH]."""
     higher = tl.minimum(tl.maximum(most, tl.max(x, 1)), _LARGEST)
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
 
@@ -156,13 +156,13 @@ def _cross_entropy(
             tl.store(logits + column, tl.zeros([VECTORS, WIDTH], logits.dtype.element_ty), mask=column < columns)
         tl.store(losses + row, 0.0)
     else:
-        # A label that is no class has neither a logit nor a loss; a loss that is not a number is noticed.
+        # A label that is not a class has no logit. Its loss is NaN, which the caller notices.
         known = (label >= 0) & (label < columns)
         hit = tl.where(known, label, 0).to(tl.int32)
         factor = tl.where(known, tl.load(scale).to(tl.float32), float("nan"))
-        # Before any thread writes.
+        # Loaded before any thread overwrites the logits.
         own = tl.load(logits + hit).to(tl.float32)
-        # Greatest and sum of each vector's lane, finite from the start: infinity off infinity is not a number.
+        # Maximum and sum of each lane. The initial maximum is finite, since infinity minus infinity is NaN.
         most = tl.full([VECTORS], -_LARGEST, tl.float32)
         total = tl.zeros([VECTORS], tl.float32)
         last = (columns - 1) // BLOCK * BLOCK
@@ -176,7 +176,7 @@ def _cross_entropy(
         highest = tl.max(most, 0)
         norm = highest + tl.log(tl.sum(total * tl.exp(most - highest), 0))
         tl.store(losses + row, tl.where(known, norm - own, float("nan")))
-        # Nobody reads these soon, while other rows wait in the cache for their second reading.
+        # Evicted first: these values are not read soon, while other rows need the cache for their second pass.
         gradient = _gradient(held, column, hit, norm, factor)
         tl.store(logits + column, gradient, mask=seen, eviction_policy="evict_first")
         for back in tl.range(BLOCK, last + 1, BLOCK, num_stages=STAGES):
@@ -196,7 +196,7 @@ def _scale(x, factor, numbers, programs, BLOCK: tl.constexpr):
 
 
 def cross_entropy_rows_(logits: Tensor, labels: Tensor, scale: Tensor, ignored: int) -> Tensor:
-    """Losses [n] of logits [n, V], in whose place the gradient is left, times ``scale``."""
+    """Losses [n] of logits [n, V]. Overwrites the logits with their gradient times ``scale``."""
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
     if rows:
@@ -209,7 +209,7 @@ def cross_entropy_rows_(logits: Tensor, labels: Tensor, scale: Tensor, ignored: 
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Numbers that lie without gaps, times a number on the device, in place; nothing is read or written for one."""
+    """Multiply a gapless tensor in place by a number on the device. A factor of 1 reads and writes no element."""
     if numbers := x.numel():
         programs = min(ceil_div(numbers, SCALE_BLOCK), SCALE_PROGRAMS)
         _scale[(programs,)](x, factor, numbers, programs, BLOCK=SCALE_BLOCK, num_warps=SCALE_WARPS)
