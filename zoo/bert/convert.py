@@ -1,7 +1,7 @@
 """To and from transformers' BERT and RoBERTa, the encoder alone or with a head.
 
-Their queries, keys and values are rows of one tensor here. A checkpoint's names differ by its head and its age; loaded
-under another head it gets random weights for that. transformers is imported when it is needed.
+The zoo concatenates the weights of queries, keys and values. A checkpoint's names depend on its head and its age. A
+model with another head than the checkpoint's gets random weights for the head. transformers is imported on first use.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _HEADS = {
     "question-answering": "ForQuestionAnswering",
 }
 _CLASSES = {f"{name}{suffix}": (kind, head) for kind, name in _KINDS.items() for head, suffix in _HEADS.items()}
-# {theirs: ours} of the heads.
+# {transformers' name: the zoo's name} of the heads.
 _HEAD_TABLES: dict[str, dict[str, str]] = {
     "bert masked-lm": {
         "cls.predictions.transform.dense": "head.dense", "cls.predictions.transform.LayerNorm": "head.norm",
@@ -40,15 +40,15 @@ _HEAD_TABLES: dict[str, dict[str, str]] = {
     "token-classification": {"classifier": "head.classifier"},
     "question-answering": {"qa_outputs": "head.outputs"},
 }  # fmt: skip
-# Tensors of other heads in a checkpoint, and buffers of old releases.
+# Prefixes of tensors of other heads in a checkpoint, and of buffers of old releases.
 _OTHERS = ("cls.", "lm_head.", "classifier.", "qa_outputs.", "pooler.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-# Fields of theirs that are ours, by the same name.
+# Fields with the same name in transformers and the zoo.
 _SHARED = tuple(field.name for field in dataclasses.fields(BertConfig) if field.name not in ("kind", "head"))
 
 
 def table(config: BertConfig) -> Table:
-    """{theirs: ours} of a checkpoint that was saved with this head."""
+    """{transformers' name: the zoo's name} of a checkpoint that was saved with this head."""
     base, width = _base(config), config.hidden_size
     layer = f"{base}encoder.layer.{{}}"
     names: dict[str, str | Placement] = {
@@ -73,7 +73,7 @@ def table(config: BertConfig) -> Table:
             names[f"{theirs}.decoder.weight"] = Placement("embeddings.word_embeddings.weight", repeated=True)
             names[f"{theirs}.decoder.bias"] = Placement("head.bias", repeated=True)
         else:
-            # Untied, their product has a bias of its own, and the other one is not used.
+            # Untied, transformers' product has its own bias, and the other bias is unused.
             names[f"{theirs}.bias"] = "head.unused_bias"
             names[f"{theirs}.decoder.weight"] = "decoder.weight"
             names[f"{theirs}.decoder.bias"] = "head.bias"
@@ -81,9 +81,9 @@ def table(config: BertConfig) -> Table:
 
 
 def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors under the names of :func:`table`, those of other heads left out.
+    """A checkpoint's tensors under the names of :func:`table`, without those of other heads.
 
-    A head that is not in the checkpoint gets random weights, and a warning.
+    A head that is missing in the checkpoint gets random weights, with a warning.
     """
     places, base = WEIGHTS.placements(config), _base(config)
     fitted: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
         if name in places:
             fitted[name] = tensors[key]
         elif not bare.startswith(_OTHERS) and bare not in _OLD_BUFFERS:
-            fitted[key] = tensors[key]  # unknown: fill() names it
+            fitted[key] = tensors[key]  # unknown: fill() reports it
     of_head = [key for key, place in places.items() if place.name.startswith(("head.", "decoder."))]
     for what, is_pooler in (("pooler", True), (f"{config.head} head", False)):
         group = [key for key in of_head if ("pooler." in key) == is_pooler and not places[key].repeated]
@@ -123,7 +123,7 @@ def skeleton(config: BertConfig) -> Any:
 
 
 def reset_buffers(module: Any) -> None:
-    """Compute the buffers that no state dict holds, of a model that was built on meta."""
+    """Compute the non-persistent buffers of a model that was built on the meta device."""
     embeddings = module.base_model.embeddings
     rows, device = embeddings.position_embeddings.num_embeddings, embeddings.word_embeddings.weight.device
     embeddings.position_ids = torch.arange(rows, device=device).expand((1, -1))
@@ -133,10 +133,10 @@ def reset_buffers(module: Any) -> None:
 def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> BertConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced.
 
-    Without ``head`` it is the checkpoint's; for heads that the zoo lacks ``pooled``, or ``none`` if it has no pooler.
+    ``head`` defaults to the checkpoint's. For heads that the zoo lacks it is ``pooled``, or ``none`` without a pooler.
     """
     theirs = upstream("transformers").AutoConfig.from_pretrained(folder, local_files_only=True)
-    # A model for pretraining has two heads, of which the zoo keeps the masked language model's.
+    # A pretraining model has two heads. The zoo keeps the head of the masked language model.
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
     config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
     if head is None and config.head == "pooled" and not any("pooler." in key for key in read_tensors(folder)):
@@ -160,7 +160,7 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
             unsupported(f"transformers' {kind}", option, value, why)
     shared: dict[str, Any] = {name: getattr(theirs, name, None) for name in _SHARED}
     if head in ("none", "pooled", "masked-lm"):
-        # These heads do not use them; a classifier's values would make configs of equal models differ.
+        # These heads ignore a classifier's fields. Its values would make configs of equal models differ.
         shared |= {"num_labels": 2, "problem_type": None, "classifier_dropout": None}
     return BertConfig(**shared, kind=kind, head=head)
 

@@ -1,14 +1,14 @@
-"""An encoder's configuration, its embeddings, its attention, the block that it repeats, and the heads.
+"""An encoder's configuration, embeddings, attention, repeated block, and heads.
 
     x ─┬─ qkv ── attention ── output product ─┐
        └──────────────────────────────────── add, norm ─┬─ product ── activation ── product ─┐
                                                         └───────────────────────────────── add, norm ── x
 
-A packed batch goes through a variable-length attention kernel where there is one. Elsewhere (a CPU, float32, an old
-GPU) its rows are put side by side for torch's attention, by tables that all layers share. ``rows_of`` chooses, once a
+A packed batch runs through a variable-length attention kernel if one is available. Elsewhere (a CPU, float32, an old
+GPU) its rows are padded for torch's attention, by index tables that all layers share. ``rows_of`` chooses, once per
 call and outside the regions. A head returns its scores and its loss under transformers' names.
 
-Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows of it with those that fill it up, C width,
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S its rows with filler rows, C width,
 I width inside the MLP, H heads, D width of a head, L labels, V vocabulary. [..., C] is [B, T, C] of a padded batch and
 [N, C] of a packed one; ``unpack`` puts the padding back.
 """
@@ -45,18 +45,18 @@ PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_class
 class BertConfig:
     """An encoder with learned positions and norms after the residual adds, and its head.
 
-    Fields are named and meant as in transformers. A value that makes no sense is a ValueError that names the field.
+    Fields have transformers' names and meanings. An invalid value raises a ValueError that names the field.
 
     Args:
-        kind: ``"bert"``, or ``"roberta"``, which counts positions from ``pad_token_id + 1`` over the tokens that are
-            not padding and has other layers in its heads.
+        kind: ``"bert"`` or ``"roberta"``. RoBERTa counts the positions of tokens, without padding, from
+            ``pad_token_id + 1``, and has other layers in its heads.
         hidden_act: ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
-        head: ``none`` (hidden states), ``pooled`` (and the first token's, pooled), ``masked-lm``,
+        head: ``none`` (hidden states), ``pooled`` (also the pooled first token), ``masked-lm``,
             ``sequence-classification``, ``token-classification`` or ``question-answering``.
         num_labels: Classes of the two classification heads.
-        problem_type: What a sequence's labels are: ``regression``, ``single_label_classification`` or
-            ``multi_label_classification``; None to tell from the labels.
-        classifier_dropout: Before the classifier; ``hidden_dropout_prob`` when None.
+        problem_type: Kind of a sequence's labels: ``regression``, ``single_label_classification`` or
+            ``multi_label_classification``; None infers it from the labels.
+        classifier_dropout: Dropout before the classifier; None for ``hidden_dropout_prob``.
     """
 
     vocab_size: int
@@ -122,12 +122,12 @@ class BertEmbeddings(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Ids and types [...], positions [...] or [1, T] -> [..., C]. None is type 0, and positions 0 to T - 1."""
+        """Ids and types [...], positions [...] or [1, T] -> [..., C]. Defaults are type 0 and positions 0 to T - 1."""
         positions, types = self.position_embeddings.weight, self.token_type_embeddings.weight
         x = self.word_embeddings(input_ids)
         place = positions[: input_ids.shape[-1]] if position_ids is None else self.position_embeddings(position_ids)
         if token_type_ids is None:
-            # One type for all tokens is added to the positions, which are fewer where rows share them.
+            # A common type is added to the position vectors, which are fewer if rows share positions.
             place = place + types[0]
         else:
             x = x + self.token_type_embeddings(token_type_ids)
@@ -135,11 +135,11 @@ class BertEmbeddings(nn.Module):
 
 
 class BertLayer(nn.Module):
-    """Attention and MLP, each with its residual add and the norm after it.
+    """Attention and MLP, each followed by a residual add and a norm.
 
-    Under autocast the residual stream is float32, and products take a copy in a lower precision, which the norm before
-    them writes as well. On our kernels the operator after a product adds its bias, and sums the bias' gradient. A
-    submodule that was replaced or has a hook is called with the stream.
+    Under autocast the residual stream is float32. Products take a low-precision copy, which the preceding norm also
+    writes. With the zoo's kernels the operator after a product adds the product's bias and sums the bias gradient. A
+    submodule that was replaced or has a hook is called with the residual stream.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -157,7 +157,7 @@ class BertLayer(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rows: Rows | None = None) -> Tensor:
-        """X [B, T, C], with a mask [B, 1, 1, T] added to the scores, or x [N, C] with its rows -> like x."""
+        """X [B, T, C] with a mask [B, 1, 1, T] that is added to the scores, or x [N, C] with its rows -> like x."""
         dropout = self.attention_dropout if self.training else 0.0
         x, low = with_low_copy(x)
         qkv, _ = _product(x, low, self.qkv)
@@ -175,8 +175,8 @@ class BertLayer(nn.Module):
     def _add_norm(
         self, x: Tensor, y: Tensor, layer: nn.Linear, norm: nn.LayerNorm, low_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A product of y, dropout, the residual add, and the norm of the sum [..., C], in both dtypes."""
-        # Dropout drops the bias with the rest.
+        """Product of y, dropout, residual add, and norm of the sum [..., C], in both dtypes."""
+        # Dropout also applies to the bias.
         dropped = not is_unmodified(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
         added, bias = _product(y, y, layer, without_bias=not dropped)
         added = self.dropout(added)
@@ -187,7 +187,7 @@ class BertLayer(nn.Module):
 
 
 def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = False) -> tuple[Tensor, Tensor | None]:
-    """A linear layer of x, given also in the products' dtype as ``low``; and its bias where the caller must add it."""
+    """A linear layer of x (``low`` is x in the dtype of products), and its bias if the caller must add it."""
     if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
@@ -201,20 +201,20 @@ def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = F
 
 
 class Rows(NamedTuple):
-    """Where the rows of a packed batch begin and end: offsets for the kernel, or tables where there is none."""
+    """Extents of a packed batch's rows: offsets for the variable-length kernel, or index tables without it."""
 
-    longest: int  # most tokens of a row of any batch
+    longest: int  # maximum tokens of a row in any batch
     offsets: Tensor | None = None  # [S + 1] int32, where each row begins, and the end of the last
-    table: Tensor | None = None  # [S, longest] int64, the token of each place
+    table: Tensor | None = None  # [S, longest] int64, the token at each place
     inverse: Tensor | None = None  # [N] int64, the place of each token in the table
-    mask: Tensor | None = None  # [S, 1, 1, longest], as of ``key_mask``
+    mask: Tensor | None = None  # [S, 1, 1, longest], like the result of ``key_mask``
 
 
 def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, dropout: float) -> Tensor:
     """Attention of every token to all tokens of its row: [B, T, 3 C] or [N, 3 C] -> [B, T, C] or [N, C].
 
-    ``qkv`` holds queries, keys and values side by side. A padded batch comes with a mask of ``key_mask``, or None where
-    all rows are full; a packed one with the rows of ``rows_of``. ``dropout`` is the probability of dropping a weight.
+    ``qkv`` holds queries, keys and values, concatenated. A padded batch needs the mask of ``key_mask``, or None if all
+    rows are full. A packed batch needs the rows of ``rows_of``. ``dropout`` is the probability of dropping a weight.
     """
     if rows is None:
         return _attend_padded(qkv, heads, mask, dropout)
@@ -228,7 +228,7 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, drop
 
         mixed = varlen_attn(q, k, v, *ends)  # type: ignore[assignment]
     else:
-        # The operator below the public function, which has no dropout.
+        # The operator below the public function: the public function has no dropout.
         mixed = torch.ops.aten._flash_attention_forward(q, k, v, *ends, dropout, False, False)[0]
     return mixed.flatten(1)
 
@@ -236,7 +236,7 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, drop
 def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
     """A mask [B, T], 0 for padding -> the bias of scores [B, 1, 1, T]: minus infinity for padding, else 0.
 
-    It has the scores' dtype. A row of padding alone sees itself, so that its unused values are finite.
+    It has the scores' dtype. A row with only padding sees itself, so that its unused values are finite.
     """
     hidden = attention_mask == 0
     hidden = hidden & ~hidden.all(dim=1, keepdim=True)
@@ -245,13 +245,13 @@ def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:
 
 
 def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: int) -> Rows:
-    """The rows of a packed batch of N tokens with offsets [S + 1], ready for the kernel that will run on ``like``."""
+    """The rows of a packed batch of N tokens with offsets [S + 1], for the attention that runs on ``like``."""
     if kernel_runs(like, head_dim):
         return Rows(longest, offsets=offsets)
     starts, ends = offsets[:-1, None].long(), offsets[1:, None].long()
     place = torch.arange(longest, device=offsets.device)
     token = starts + place
-    # An empty row shows its first place: a softmax over nothing would be NaN.
+    # An empty row unmasks its first place: a softmax over nothing is NaN.
     there = (token < ends) | (place == 0)
     table = torch.where(there, token, 0).clamp(max=tokens - 1)
     index = torch.arange(tokens, device=offsets.device)
@@ -277,28 +277,28 @@ def _attend_padded(qkv: Tensor, heads: int, mask: Tensor | None, dropout: float)
 
 
 class Encoding(NamedTuple):
-    """Of heads ``none`` and ``pooled``: [B, T, C], and [B, C] of each row's first token, None without a pooler."""
+    """Output of heads ``none`` and ``pooled``: [B, T, C], and the pooled first token [B, C], None without a pooler."""
 
     last_hidden_state: Tensor
     pooler_output: Tensor | None = None
 
 
 class SequenceScores(NamedTuple):
-    """Of head ``sequence-classification``: logits [B, L], and a scalar loss where labels were given."""
+    """Output of head ``sequence-classification``: logits [B, L], and a scalar loss if labels are given."""
 
     logits: Tensor
     loss: Tensor | None = None
 
 
 class TokenScores(NamedTuple):
-    """Of heads ``masked-lm`` and ``token-classification``: logits [B, T, V or L], a loss where labels were given."""
+    """Output of ``masked-lm`` and ``token-classification``: logits [B, T, V or L], and a loss if labels are given."""
 
     logits: Tensor
     loss: Tensor | None = None
 
 
 class Spans(NamedTuple):
-    """Of head ``question-answering``: logits [B, T], and a scalar loss where both positions were given."""
+    """Output of head ``question-answering``: logits [B, T], and a scalar loss if both positions are given."""
 
     start_logits: Tensor
     end_logits: Tensor
@@ -306,7 +306,7 @@ class Spans(NamedTuple):
 
 
 class PoolerHead(nn.Module):
-    """The first token of each row, through a product and a hyperbolic tangent."""
+    """A linear layer and tanh on the first token of each row."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -328,11 +328,11 @@ class MaskedLMHead(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         if not config.tie_word_embeddings:
-            # transformers' untied head has a second bias that no output depends on; kept for the way back.
+            # transformers' untied head has a second bias that no output depends on; kept for the conversion back.
             self.unused_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> TokenScores:
-        """X [..., C], weight [V, C], labels [...], -100 where there is none -> scores."""
+        """X [..., C], weight [V, C], labels [...], -100 for no label -> scores."""
         logits = F.linear(self.norm(self.activation(self.dense(x))), weight, self.bias)
         return TokenScores(logits, _cross_entropy(logits, labels))
 
@@ -374,13 +374,13 @@ class TokenHead(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> TokenScores:
-        """X [..., C], labels [...], -100 where none is -> scores [..., L]."""
+        """X [..., C], labels [...], -100 for no label -> scores [..., L]."""
         logits = self.classifier(self.dropout(x))
         return TokenScores(logits, _cross_entropy(logits, labels))
 
 
 class SpanHead(nn.Module):
-    """Scores of each token to be the first or the last of the answer."""
+    """Scores of each token as the answer's first token, and as its last token."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class SpanHead(nn.Module):
     ) -> Spans:  # fmt: skip
         """X [B, T, C] or [N, C]; start and end [B], the answer's first and last token -> scores of both.
 
-        A target past the row means no answer. A packed batch comes with its B ``rows``, its T ``row_length`` and its
+        A target beyond the row means no answer. A packed batch needs its B ``rows``, its T ``row_length`` and its
         ``places`` [N].
         """
         start_logits, end_logits = (part.contiguous() for part in self.outputs(x).unbind(-1))
@@ -445,7 +445,7 @@ def check_labels(
     config: BertConfig, labels: Tensor | None, start_positions: Tensor | None, end_positions: Tensor | None, rows: int,
     length: int, tokens: int | None,
 ) -> None:  # fmt: skip
-    """Refuse labels that the head does not take, or of another shape; ``tokens`` is N of a packed batch."""
+    """Refuse labels that the head does not take or that have another shape. ``tokens`` is N of a packed batch."""
     head, spans = config.head, {"start_positions": start_positions, "end_positions": end_positions}
     given = [name for name, value in spans.items() if value is not None]
     if given and head != "question-answering":

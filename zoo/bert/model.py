@@ -4,15 +4,14 @@
     pack ─▶ ids [N], offsets ┴─ embeddings ─ layer ─ layer ─ ... ─ head ─▶ scores [B, T, ...] or [N, ...] ─ unpack
     mask or rows ───────────────────────────┴─ to every layer
 
-The mask and the tables of a packed batch, which depend on lengths alone, are made outside the regions, once per call.
-All layers share one graph, at any depth. Embeddings and small heads stay eager.
+The mask and the tables of a packed batch depend only on lengths. They are made outside the regions, once per call. All
+layers share one graph, at any depth. Embeddings and small heads stay eager.
 
-A packed batch has no padding: the tokens of all rows end to end. N is one of a few declared sizes, so that an epoch of
-rows of any lengths compiles as many graphs as there are sizes. The rest of the size is filled with rows of padding,
-which attend to themselves alone and count in no loss.
+A packed batch concatenates the tokens of all rows, without padding. N is one of a few declared sizes, so that an epoch
+of rows of any lengths compiles as many graphs as there are sizes. Filler rows fill the rest of the size. They attend
+only to themselves and count in no loss.
 
-Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows with those that fill it up, C width,
-V vocabulary.
+Shape legend: B rows, T tokens of a row, N tokens of a packed batch, S rows with filler rows, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ PRESETS: dict[str, BertConfig] = {
     "bert-mini": _sized(_BERT, 4, 256),
     "bert-small": _sized(_BERT, 4, 512),
     "bert-medium": _sized(_BERT, 8, 512),
-    # The base's width at half its depth, as distilled models have it.
+    # The width of base at half its depth, as in distilled models.
     "bert-base-6": _sized(_BERT, 6, 768),
     "bert-base": _sized(_BERT, 12, 768),
     "bert-large": _sized(_BERT, 24, 1024),
@@ -85,7 +84,7 @@ PRESETS: dict[str, BertConfig] = {
 }  # fmt: skip
 
 
-# Embeddings and the other heads run once per call and take little of its time: compiling them would not pay off.
+# Embeddings and the other heads run once per call and take little time: compiling them would not pay off.
 REGIONS = (
     Region(BertLayer, graphs=2, why="one graph for all layers, and one more for batches without a mask"),
     Region(MaskedLMHead, graphs=1, why="the widest product, and the loss over the whole vocabulary"),
@@ -93,16 +92,16 @@ REGIONS = (
 
 
 class PackedBatch(NamedTuple):
-    """What ``pack`` makes and a model takes in place of padded ids."""
+    """A batch from ``pack``, which a model takes instead of padded ids."""
 
     input_ids: Tensor  # [N]
     position_ids: Tensor  # [N]
     token_type_ids: Tensor | None  # [N], or None for type 0
     offsets: Tensor  # [S + 1] int32, where each row begins, and the end of the last
-    places: Tensor  # [N] int64, the index of each token in B x T; B * T for filling
+    places: Tensor  # [N] int64, the index of each token in B x T; B * T for filler tokens
     rows: int  # B
-    length: int  # T, which bounds all rows
-    first_position: int | None  # where positions were counted from; None where they were given
+    length: int  # T, the maximum length of rows
+    first_position: int | None  # the first counted position; None if positions were given
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
@@ -110,7 +109,7 @@ class PackedBatch(NamedTuple):
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def take(self, padded: Tensor, fill: float = 0) -> Tensor:
-        """[B, T, ...] to [N, ...], ``fill`` where the batch is filled up."""
+        """Gather [B, T, ...] into [N, ...], with ``fill`` for filler tokens."""
         flat = padded.flatten(0, 1)
         return torch.cat([flat, flat.new_full((1, *flat.shape[1:]), fill)])[self.places]
 
@@ -118,9 +117,9 @@ class PackedBatch(NamedTuple):
 def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Sizes for batches of up to ``rows`` rows of up to ``length`` tokens: at most ``steps``, evenly spaced.
 
-    A batch is filled up by half a step on average. Each size is a graph for each region that sees it. ``typical``, the
-    fewest and the most tokens of a usual batch, is the range that all but the largest size are spaced over. A
-    ValueError if a number is not positive, ``length`` is 1, or ``typical`` is no range of tokens.
+    A batch gets half a step of filler tokens on average. Each size is one graph for each region that sees it.
+    ``typical``, the minimum and maximum tokens of a usual batch, is the range of all sizes except the largest. Raises
+    ValueError if a number is not positive, ``length`` is 1, or ``typical`` is not a range of tokens.
     """
     validate.count("rows", rows)
     validate.count("length", length, 2)
@@ -146,7 +145,7 @@ def token_buckets(rows: int, length: int, *, steps: int = 8, typical: tuple[int,
 
 
 def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
-    """Rows of padding in a packed batch of these rising sizes, so that none is empty or longer than ``length``."""
+    """Filler rows of a packed batch of these rising sizes, so that none is empty or longer than ``length``."""
     steps = (after - before for before, after in pairwise(buckets))
     return max(1, -(-(buckets[0] - rows) // length), *(-(-(step - 1) // (length - 1)) for step in steps))
 
@@ -156,18 +155,18 @@ def pack(
     position_ids: Tensor | None = None, *, config: BertConfig | None = None, buckets: Sequence[int] | None = None,
     rows: int | None = None, length: int | None = None,
 ) -> PackedBatch:  # fmt: skip
-    """Take the padding out of a batch. On tensors of a GPU this waits for it; pack on the host, then ``.to(device)``.
+    """Remove the padding of a batch. On GPU tensors this synchronises; pack on the host, then call ``.to(device)``.
 
     Args:
         input_ids: [B, T] integers.
-        attention_mask: [B, T], 0 where there is padding, on any side; None for none.
+        attention_mask: [B, T], 0 for padding, on any side; None for no padding.
         token_type_ids: [B, T], or None for type 0.
-        position_ids: [B, T] or [1, T]; counted when left out.
-        config: The model's, which says how positions are counted; without it they are columns, as in BERT.
+        position_ids: [B, T] or [1, T]; counted by default.
+        config: The model's config, which determines how positions are counted; by default they are columns, as in BERT.
         buckets: Sizes in tokens, as from ``token_buckets(rows, length)``; a batch is padded to the smallest that fits.
-            Without them each number of tokens needs a graph of its own.
-        rows: Rows of every batch, where the last of an epoch has fewer; B when left out.
-        length: Most tokens of a row of any batch; T when left out.
+            Without them each number of tokens needs its own graph.
+        rows: Rows of every batch; the last batch of an epoch may have fewer. B by default.
+        length: Maximum tokens of a row in any batch; T by default.
 
     Raises:
         TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
@@ -208,7 +207,7 @@ def pack(
 
 
 def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
-    """Put the padding back, as ``fill``: [N, ...] -> [B, T, ...], or the same for all tensors of a model's output."""
+    """Restore padding with ``fill``: [N, ...] -> [B, T, ...], for one tensor or all tensors of a model's output."""
     if isinstance(packed, Tensor):
         padded = packed.new_full((batch.rows * batch.length + 1, *packed.shape[1:]), fill)
         return padded.index_copy(0, batch.places, packed)[:-1].unflatten(0, (batch.rows, batch.length))
@@ -241,22 +240,22 @@ class Bert(nn.Module):
     ) -> Output:  # fmt: skip
         """Encode a batch, score it, and compare it with labels.
 
-        Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. What belongs to tokens is
-        [B, T, ...], or [N, ...] for a packed batch. A mask on the host that hides nothing counts as none; one on a
-        device is never looked at: leave it out where all rows are full.
+        Returns ``Encoding``, ``TokenScores``, ``SequenceScores`` or ``Spans``, by the head. Results per token are
+        [B, T, ...], or [N, ...] for a packed batch. A host mask without padding is ignored. The values of a device mask
+        are never read: omit it if all rows are full.
 
         Args:
-            input_ids: [B, T] integers, or a batch of ``pack``, which brings its own types and positions.
-            attention_mask: [B, T], 0 where there is padding, on any side.
+            input_ids: [B, T] integers, or a batch from ``pack``, which includes types and positions.
+            attention_mask: [B, T], 0 for padding, on any side.
             token_type_ids: [B, T]; None for type 0.
             position_ids: [B, T] or [1, T]; None for 0 to T - 1, or RoBERTa's.
-            labels: [B, T] for ``masked-lm`` and ``token-classification`` (also [N] with a packed batch), -100 where
-                there is none; [B], or [B, L] for several labels, for ``sequence-classification``.
+            labels: [B, T] for ``masked-lm`` and ``token-classification`` (also [N] with a packed batch), -100 for no
+                label; [B], or [B, L] for several labels, for ``sequence-classification``.
             start_positions: [B], for ``question-answering``.
             end_positions: [B].
 
         Raises:
-            TypeError, ValueError: If an input does not fit, before anything runs. Values are looked at on the host.
+            TypeError, ValueError: If an input does not fit, before anything runs. Only values on the host are checked.
         """
         config, batch, mask, rows = self.config, None, None, None
         _check_inputs(config, input_ids, attention_mask, token_type_ids, position_ids)
@@ -301,12 +300,12 @@ class Bert(nn.Module):
 
 
 def _first_tokens(x: Tensor, batch: PackedBatch | None) -> Tensor:
-    """[B, C], contiguous, so that padded and packed batches share the head's graph."""
+    """First tokens [B, C], contiguous, so that padded and packed batches share the head's graph."""
     return x[:, 0].contiguous() if batch is None else x.index_select(0, batch.offsets[: batch.rows])
 
 
 def _match_mode(ids: Tensor | None) -> Tensor | None:
-    """A copy if the tensor was made in another inference mode: a region would compile another graph for it."""
+    """Copy the tensor if its inference mode differs: a region would compile another graph for it."""
     if ids is None or torch.compiler.is_compiling() or ids.is_inference() == torch.is_inference_mode_enabled():
         return ids
     return ids.clone()
@@ -327,13 +326,13 @@ def _check_ids(
 
 
 def _counted_positions(input_ids: Tensor, padding_idx: int) -> Tensor:
-    """RoBERTa's positions of a padded batch [B, T]: from ``padding_idx + 1`` over the tokens."""
+    """RoBERTa's positions of a padded batch [B, T]: tokens count from ``padding_idx + 1``."""
     token = input_ids != padding_idx
     return token.cumsum(1) * token + padding_idx
 
 
 def _added_rows(real: int, missing: int, rows: int, length: int, buckets: Sequence[int] | None) -> list[int]:
-    """Lengths of the rows that fill a batch up: one token for each missing row, the rest spread evenly."""
+    """Lengths of filler rows: one token for each missing row, the remaining tokens spread evenly over further rows."""
     if buckets is None:
         return [1] * missing
     sizes = sorted(set(buckets))
@@ -381,7 +380,7 @@ def _check_inputs(
 def example_inputs(model: Bert, *, batch: int = 2, tokens: int = 16, seed: int = 0) -> dict[str, Tensor]:
     """Ids, mask and token types of two segments, [batch, tokens] each; the same on every device.
 
-    Rows end between half of ``tokens`` and all of it, the last before it; of several the first is full.
+    Row lengths are between half of ``tokens`` and ``tokens``. The last row is not full; the first of several is.
     """
     config = model.config
     if batch < 1 or not 1 <= tokens <= config.positions:

@@ -17,7 +17,7 @@ from zoo.ops.common import accumulation_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class GNNConfig:
-    """Fields of all three models, named and meant as in torch-geometric.
+    """Fields of all three models, with torch-geometric's names and meanings.
 
     Args:
         num_layers: Number of convolutions.
@@ -26,8 +26,8 @@ class GNNConfig:
         act: Activation by name, or None; see ``zoo.gnn.config.ACTIVATIONS``.
         act_first: Activate before the normalisation.
         norm: ``"batch"``, ``"layer"`` or None.
-        jk: ``"last"``, ``"cat"`` or ``"max"`` puts a linear layer over the last or all layers' outputs; None makes the
-            last convolution the output.
+        jk: ``"last"``, ``"cat"`` or ``"max"`` adds a linear layer on the last layer's or all layers' outputs; None
+            makes the last convolution the output.
     """
 
     in_channels: int
@@ -68,7 +68,7 @@ class GNNConfig:
 
     @classmethod
     def conv_fields(cls) -> list[str]:
-        """The names of a model's own fields, which its convolutions take as arguments of the same names."""
+        """Names of the fields of one model only; its convolutions take arguments with these names."""
         return [each.name for each in fields(cls)[len(fields(GNNConfig)) :]]
 
 
@@ -92,8 +92,8 @@ class GCNConfig(GNNConfig):
 class GATConfig(GNNConfig):
     """A GAT; see ``GATConv``.
 
-    With ``concat`` the heads of hidden layers share ``hidden_channels``, else each has the full width and they are
-    averaged. The last convolution always averages them.
+    With ``concat`` the heads of hidden layers share ``hidden_channels``; else each head has the full width and heads
+    are averaged. The last convolution always averages heads.
     """
 
     heads: int
@@ -144,13 +144,13 @@ PRESETS: dict[str, GNNConfig] = {
 class GraphBatchNorm(nn.BatchNorm1d):
     """Batch normalisation over nodes, torch-geometric's ``BatchNorm``: [N, C] -> [N, C], ``momentum`` is a number.
 
-    A single node is refused in training. Where the last rows are padding the host does not know the number of nodes,
-    and a single one becomes the bias.
+    Training refuses a single node. If the last rows are padding, the host does not know the number of nodes, and a
+    single node becomes the bias.
     """
 
     @property
     def over_nodes(self) -> bool:
-        """True if a node's output depends on other nodes: padding must then be left out."""
+        """True if a node's output depends on other nodes, so that padding must be excluded."""
         return self.training or self.running_mean is None
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -175,8 +175,8 @@ class GraphBatchNorm(nn.BatchNorm1d):
 class GraphLayerNorm(nn.Module):
     """Layer normalisation, torch-geometric's ``LayerNorm``: [N, C] -> [N, C].
 
-    Over all nodes and channels (``mode="graph"``, eps added to the deviation), or over the channels of each node
-    (``"node"``, eps added to the variance).
+    It normalises over all nodes and channels (``mode="graph"``, eps added to the deviation), or over the channels of
+    each node (``"node"``, eps added to the variance).
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, mode: str = "graph") -> None:
@@ -204,14 +204,14 @@ class GraphLayerNorm(nn.Module):
 
 
 def _moments(x: Tensor, rows: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and variance over some dimensions of x [N, C], of the first ``rows`` rows; the others are padding."""
+    """Mean and variance of the first ``rows`` rows of x [N, C] over ``dims``; the other rows are padding."""
     is_node = (torch.arange(x.shape[0], device=x.device) < rows)[:, None]
     count = rows * (x.shape[1] if 1 in dims else 1)
     mean = torch.where(is_node, x, 0).sum(dims) / count
     return mean, torch.where(is_node, x - mean, 0).square().sum(dims) / count
 
 
-# By the names that torch-geometric gives them.
+# By torch-geometric's names.
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     **{"relu": nn.ReLU, "relu6": nn.ReLU6, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "celu": nn.CELU, "selu": nn.SELU},
     **{"gelu": nn.GELU, "silu": nn.SiLU, "mish": nn.Mish, "softplus": nn.Softplus, "identity": nn.Identity},

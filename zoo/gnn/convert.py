@@ -13,22 +13,22 @@ from zoo.gnn.config import ACTIVATIONS, GATConfig, GCNConfig, GNNConfig, SAGECon
 from zoo.gnn.model import GAT, GCN, GraphSAGE, build
 from zoo.weights import Table, WeightMap, unsupported
 
-# By the name of the model in both libraries: our config, and their convolution, whose attributes are fields of ours.
+# {model name: (the zoo's config, torch-geometric's convolution)}; the convolution's attributes are the config's fields.
 _MODELS: dict[str, tuple[type[GNNConfig], str]] = {
     "GCN": (GCNConfig, "GCNConv"), "GAT": (GATConfig, "GATConv"), "GraphSAGE": (SAGEConfig, "SAGEConv"),
 }  # fmt: skip
-# Our norm of each of theirs, and its options.
+# {torch-geometric's norm: the zoo's norm and its options}.
 _NORMS = {
     "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
     "LayerNorm": ("layer", ("eps", "affine", "mode")),
 }
-# Attributes in which equal convolutions and norms may differ: lazy widths, modes, names of one aggregation, and whether
-# the graph is remembered, as it always is here.
+# Attributes in which equivalent convolutions and norms may differ: lazy widths, modes, aliases of an aggregation, and
+# whether the graph is cached (the zoo always caches it).
 _FREE = ("in_channels", "training", "aggr", "cached")
 
 
 def table(config: GNNConfig) -> Table:
-    """{theirs: ours}. Their batch norm is a module around torch's, their layer norm holds its weights itself."""
+    """{torch-geometric's name: the zoo's name}. Its batch norm wraps torch's; its layer norm holds its own weights."""
     norm = "norms.{}.module" if config.norm == "batch" else "norms.{}"
     return {"convs.{}": "layers.{}.conv", norm: "layers.{}.epilogue.norm", "lin": "head.lin"}
 
@@ -109,7 +109,7 @@ def _norm(module: Any) -> dict[str, Any]:
 
 
 def _options(cls: type, holder: Any, names: Any) -> dict[str, Any]:
-    """The arguments of a class that are not its defaults, read from what holds them."""
+    """The arguments of a class that differ from its defaults, read from ``holder``."""
     defaults = inspect.signature(cls).parameters
     given = {name: getattr(holder, name, defaults[name].default) for name in names}
     return {name: value for name, value in given.items() if value != defaults[name].default}

@@ -1,7 +1,7 @@
 """To and from transformers' Llama, Mistral, Qwen2 and Qwen3.
 
-transformers is imported when it is needed. Its queries, keys and values, and its two halves of the MLP, are rows of one
-tensor each here.
+transformers is imported on first use. The zoo concatenates the weights of queries, keys and values, and those of the
+two halves of the MLP.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _SCALINGS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-# Fields of theirs that are ours, by the same name.
+# Fields with the same name in transformers and the zoo.
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "pad_token_id", "bos_token_id",
@@ -30,7 +30,7 @@ _SHARED = (
 
 
 def table(config: LLMConfig) -> Table:
-    """{theirs: ours}. Our qkv_proj and gate_up_proj hold the rows of several tensors of theirs."""
+    """{transformers' name: the zoo's name}. The zoo's qkv_proj and gate_up_proj concatenate several tensors."""
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     inner = config.intermediate_size
     layer: dict[str, str | Placement] = {
@@ -71,7 +71,7 @@ def skeleton(config: LLMConfig) -> nn.Module:
 
 
 def reset_buffers(module: Any) -> None:
-    """Compute the rotary frequencies, which no state dict holds, of a transformers model that was built on meta."""
+    """Compute the rotary frequencies (a non-persistent buffer) of a transformers model built on the meta device."""
     decoder = module.model
     decoder.rotary_emb = type(decoder.rotary_emb)(module.config).to(decoder.embed_tokens.weight.device)
 
@@ -95,7 +95,7 @@ def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
 def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
     """A transformers config as the zoo's; ValueError if it has an option that the zoo does not support.
 
-    Stop tokens are the generation config's, as for ``generate`` of transformers, or the config's where it has none.
+    Stop tokens come from the generation config, as in transformers' ``generate``, or else from the config.
     """
     kind, whose = theirs.model_type, f"transformers' {theirs.model_type}"
     if kind not in _CLASSES:
@@ -107,7 +107,7 @@ def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
     ):
         if (value := getattr(theirs, option, None)) not in supported:
             unsupported(whose, option, value, why)
-    # Their other classes do not read these two.
+    # Transformers' other classes do not read these two.
     for option in {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}.get(kind, ()):
         if getattr(theirs, option, False):
             unsupported(whose, option, True, "only queries, keys and values may have a bias, as in qwen2")
@@ -138,7 +138,7 @@ def upstream_config(config: LLMConfig) -> Any:
     if (scaling := config.rope_scaling) is not None:
         own = {name: getattr(scaling, name) for name in _SCALINGS[scaling.kind]}
         options["rope_parameters"] |= {"rope_type": scaling.kind, **own}
-    # Qwen2 has no such field of its own, and divides the width among the heads unless it is told otherwise.
+    # Qwen2's config has no head_dim field: by default it divides the width among the heads.
     if kind != "qwen2" or config.head_dim != config.hidden_size // config.num_attention_heads:
         options["head_dim"] = config.head_dim
     if kind == "mistral":
@@ -171,7 +171,7 @@ def _window(kind: str, theirs: Any) -> int | None:
 
 
 def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors without the rotary frequencies of old releases, which follow from the config."""
+    """A checkpoint's tensors without the rotary frequencies of old releases; the config determines these."""
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
 
 

@@ -1,6 +1,6 @@
-"""Generation: the model reads prompts padded to buckets, then one CUDA graph per new token runs on the device.
+"""Generation: the model reads prompts padded to buckets, then replays one CUDA graph per new token.
 
-A ``Session`` keeps its cache and its captured steps for a conversation; ``LLM.generate`` makes one for its prompts.
+A ``Session`` keeps its cache and its captured steps for a conversation. ``LLM.generate`` creates one for its prompts.
 
 Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of the cache.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
 Rows: TypeAlias = list[list[int]]
 
-# Prompts are padded to one of these lengths; longer ones go in pieces of the largest.
+# Prompts are padded to one of these lengths. Longer prompts are read in pieces of the largest.
 BUCKETS = tuple(2**power for power in range(4, 12))
 MOST_ENDS = 16
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -34,17 +34,17 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen, and when an answer ends; a TypeError or ValueError if a value is out of range.
+    """How tokens are chosen, and when an answer ends. Raises TypeError or ValueError if a value is out of range.
 
     Args:
-        max_new_tokens: At most so many tokens per row.
-        temperature: 0 takes the most likely token; else tokens are drawn, with logits divided by it.
-        top_k: Draw from the k most likely tokens; None for all.
-        top_p: Of those draw from the fewest that together have this probability; None for all.
+        max_new_tokens: Maximum new tokens per row.
+        temperature: 0 takes the most likely token; else tokens are sampled from logits divided by it.
+        top_k: Sample from the k most likely tokens; None for all.
+        top_p: Then sample from the smallest set of them with at least this total probability; None for all.
         eos: Tokens that end a row; None for the config's, ``()`` to never stop.
-        seed: Draws with the same seed are the same, on every device that gives the same logits. The global random state
-            is neither used nor changed.
-        stride: The host checks once per so many tokens whether all rows have ended.
+        seed: Equal seeds give equal tokens on every device that gives equal logits. The global random state is neither
+            used nor changed.
+        stride: Number of tokens between the host's checks whether all rows have ended.
     """
 
     max_new_tokens: int
@@ -67,7 +67,7 @@ class GenerationOptions:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> GenerationOptions:
-        """From keyword arguments; TypeError that names the known ones if one is not known, or there is no length."""
+        """Build from keyword arguments. TypeError, with the known names, for an unknown one or a missing length."""
         known = cls.__dataclass_fields__
         if unknown := [name for name in options if name not in known]:
             raise TypeError(f"generate takes no {unknown[0]}; its options are {', '.join(known)}")
@@ -94,18 +94,18 @@ class GenerationOptions:
 class Session:
     """Holds a cache and the captured steps of a model for a fixed number of rows.
 
-    Prefill has one graph per bucket, decoding one for greedy and one for drawn tokens. After an answer the next prompt
-    continues where each row ended. TypeError or ValueError if the model is not of this family or a size does not fit.
+    Prefill has one graph per bucket, decoding one for greedy and one for sampled tokens. After an answer the next
+    prompt continues where each row ended. TypeError or ValueError if model or size does not fit.
 
     Args:
         model: A language model of the zoo, compiled or not.
-        batch: Rows, each a text of its own.
-        slots: Tokens that fit into a row, prompts and answers together.
+        batch: Number of rows, which are independent texts.
+        slots: Maximum tokens of a row, prompts and answers together.
         cuda_graph: As for ``LLM.generate``.
         buckets: As for ``LLM.generate``.
-        conversation: True if prompts will follow answers: all turns then share one graph per bucket, whose attention
-            can begin anywhere. False lets a first prompt take torch's causal attention, which is faster; a later prompt
-            is then another graph.
+        conversation: True if prompts will follow answers. All turns then share one graph per bucket, whose attention
+            can begin at any position. False lets a first prompt use torch's causal attention, which is faster; a later
+            prompt then needs another graph.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Session:
     def reset(self) -> None:
         """Forget all texts. Compiled and captured code stays."""
         self.lengths = [0] * self.cache.batch
-        # The model has not read the last token of an answer: it goes before the next prompt.
+        # The model has not read the last token of an answer, so this token precedes the next prompt.
         self._pending: Rows = [[] for _ in range(self.cache.batch)]
         self._turn += 1
 
@@ -137,9 +137,9 @@ class Session:
         return torch.cat(list(self.stream(tokens, **options)), dim=1).to(self.cache.device)
 
     def stream(self, tokens: Prompts, **options: Any) -> Iterator[Tensor]:
-        """The answers as they come: [B, 1] first, then [B, up to stride], on the CPU.
+        """Yield the answers in pieces: [B, 1] first, then [B, up to stride], on the CPU.
 
-        The next prompt continues after the yielded tokens: leaving the loop early cuts the answer there.
+        The next prompt continues after the yielded tokens: leaving the loop early truncates the answer.
         """
         config, checked, slots = self.model.config, GenerationOptions.of(options), self.cache.slots
         prompts, new = prompt_rows(tokens, config.vocab_size), checked.max_new_tokens
@@ -162,7 +162,7 @@ class Session:
         answers: Rows = [[] for _ in rows]
         ended = [False] * len(answers)
         while transfer is not None:
-            # Captured, the device works on the next stride while the host looks at this one.
+            # Captured, the device computes the next stride while the host checks this one.
             following = next(strides, None) if self.captures else None
             chunk = transfer.wait()
             live = 0
@@ -187,7 +187,7 @@ class Session:
             raise RuntimeError("the session was reset or began another answer: this stream cannot continue")
 
     def _strides(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> Iterator[HostTransfer]:
-        """Launch the prefill, then one stride of steps each time the next is asked for."""
+        """Launch the prefill, then one stride of steps per ``next``."""
         with torch.inference_mode():
             self._prefill(rows, options, ends)
         first, total, greedy = 1, options.max_new_tokens, options.greedy
@@ -204,7 +204,7 @@ class Session:
     def _prefill(self, rows: Rows, options: GenerationOptions, ends: tuple[int, ...]) -> None:
         state, greedy, device, longest = self.state, options.greedy, self.cache.device, max(map(len, rows))
         if self.captures and greedy not in self._steps:
-            # Warm-up runs write to the slots that the prompt is about to fill: all rows have ended, at one slot each.
+            # All rows are marked as ended, so that warm-up runs write one slot per row, which the prompt overwrites.
             state.finished.fill_(True)
             state.step.zero_()
             state.positions.copy_(torch.tensor(self.lengths)[:, None])
@@ -214,7 +214,7 @@ class Session:
         state.begin(options, ends, self.model.config)
         bucket = next((size for size in self.buckets if longest <= size <= self.cache.slots), None)
         if bucket is not None and not self.conversation and not any(self.lengths):
-            # Padding goes into slots that are overwritten before a token reads them.
+            # Padding fills slots that are overwritten before a token reads them.
             tokens = torch.tensor([row + row[-1:] * (bucket - len(row)) for row in rows], device=device)
             last = torch.tensor([[len(row) - 1] for row in rows], device=device)
             logits = self.model(tokens, cache=self.cache, logits_to_keep=last)
@@ -228,30 +228,30 @@ class Session:
 
 
 class HostTransfer:
-    """Chosen tokens [n, B] on their way to the host."""
+    """An asynchronous copy of chosen tokens [n, B] to the host."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._host = tokens.to("cpu", non_blocking=True, copy=True)  # into pinned memory
         self._arrived = torch.cuda.current_stream(tokens.device).record_event() if tokens.is_cuda else None
 
     def wait(self) -> Tensor:
-        """[B, n], once it has arrived."""
+        """Wait for the copy and return it: [B, n]."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.t().contiguous()
 
 
 class DecodeState:
-    """What a decode step reads and writes, in memory that never moves."""
+    """Inputs and outputs of a decode step, at fixed addresses."""
 
     def __init__(self, batch: int, slots: int, device: torch.device) -> None:
-        # As in make_cache: tensors of inference mode would be another kind of input.
+        # As in make_cache: regions treat inference tensors as another kind of input.
         with torch.inference_mode(False), device:
-            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)  # fed next
+            self.tokens = torch.zeros(batch, 1, dtype=torch.int64)  # inputs of the next step
             self.positions = torch.zeros(batch, 1, dtype=torch.int64)  # of ``tokens``
             self.finished = torch.zeros(batch, dtype=torch.bool)  # rows that have met an end token
-            self.step = torch.zeros(1, dtype=torch.int64)  # how many tokens were chosen
-            self.output = torch.zeros(slots, batch, dtype=torch.int64)  # the tokens chosen, by step
+            self.step = torch.zeros(1, dtype=torch.int64)  # number of chosen tokens
+            self.output = torch.zeros(slots, batch, dtype=torch.int64)  # chosen tokens, by step
             self.noise = torch.zeros(slots, batch)  # a uniform number for each draw
             self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)  # tokens that end a row; -1 for none
             self.pad = torch.zeros((), dtype=torch.int64)
@@ -269,9 +269,9 @@ class DecodeState:
             return
         self.temperature.fill_(options.temperature)
         self.top_k.fill_(options.top_k or config.vocab_size)
-        # Above 1, so that rounding drops no token where all are wanted.
+        # A top_p above 1, so that rounding drops no token if all are kept.
         self.top_p.fill_(2.0 if options.top_p in (None, 1) else options.top_p)  # type: ignore[arg-type]
-        # Drawn on the CPU for the whole answer, to be the same on every device.
+        # Drawn on the CPU for the whole answer, so that all devices get the same numbers.
         steps, generator = options.max_new_tokens, torch.Generator("cpu")
         if options.seed is None:
             generator.seed()
@@ -281,13 +281,13 @@ class DecodeState:
 
 
 def decode_step(model: LLM, cache: KVCache, state: DecodeState, greedy: bool) -> None:
-    """Feed each row's last token and choose the next, on the device: the CUDA graph of decoding is this function's."""
+    """Feed each row's last token and choose the next, on the device. The CUDA graph of decoding captures this call."""
     logits = model(state.tokens, position_ids=state.positions, cache=cache, logits_to_keep=1)
     accept(state, logits[:, -1], greedy)
 
 
 def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
-    """Choose a token for each row from logits [B, V], store it, and move on; rows that have ended get padding and stay.
+    """Choose a token for each row from logits [B, V], store it and advance. Ended rows get padding and do not advance.
 
     The greedy choice is the first of the most likely tokens.
     """
@@ -314,24 +314,24 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token [B] int64 per row of logits [B, V]: first top-k, then top-p of the rest, as in transformers.
 
-    Looks a row's uniform number [B], from 0 to below 1, up in its cumulated probabilities, so that a captured step
-    needs no random state. The options are scalars on the device; ``top_p`` 2 keeps all tokens.
+    Inverse transform sampling: ``uniform`` [B] in [0, 1) is looked up in the cumulative probabilities, so that a
+    captured step needs no random state. The options are scalars on the device; ``top_p`` 2 keeps all tokens.
     """
     scaled, order = (logits.float() / temperature).sort(dim=-1, descending=True)
     weights = scaled.softmax(-1)
     weights = weights * (torch.arange(weights.shape[-1], device=weights.device) < top_k)
     weights = weights / weights.sum(-1, keepdim=True)
-    # A token is kept if those before it have less than the wanted mass: the first always is.
+    # A token is kept if all more likely tokens have less than the wanted mass, so the first is always kept.
     weights = weights * (weights.cumsum(-1) - weights < top_p)
     mass = weights.cumsum(-1)
     place = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
-    # Rounding could lead past the last token that has a weight.
+    # Rounding could select a place after the last token with a weight.
     place = torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1)
     return order.gather(-1, place).squeeze(-1)
 
 
 def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
-    """Token ids of each row; TypeError or ValueError if a row is empty or holds what is no token."""
+    """Token ids of each row; TypeError or ValueError if a row is empty or has an invalid token."""
     if isinstance(tokens, Tensor):
         validate.tensor("tokens", tokens, "B T", kinds=_INTEGERS)
         tokens = tokens.tolist()
@@ -353,9 +353,9 @@ def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
 
 
 def _in_pieces(rows: Rows, starts: list[int], buckets: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and positions [B, bucket] for the model until the longest row is read, from positions ``starts``."""
-    # A row that is read repeats its last token at the same position, which writes the same keys and values again. So
-    # the last column has the last token of every row.
+    """Split rows into pieces of tokens and positions [B, bucket] for the model, from positions ``starts`` on."""
+    # A finished row repeats its last token at the same position, which rewrites the same keys and values. So the last
+    # column has the last token of every row.
     longest, done = max(map(len, rows)), 0
     while done < longest:
         size = next((bucket for bucket in buckets if bucket >= longest - done), buckets[-1])

@@ -9,8 +9,8 @@ One layer:
     x ─┬─ norm ─ qkv_proj ─ rotary ─ attention ─ o_proj ─ + ─┬─ norm ─ gate_up_proj ─ SwiGLU ─ down_proj ─ + ─▶ x
        └─────────────── keys, values: cache ──────────────┘  └─────────────────────────────────────────────┘
 
-Rotary rows and masks, which depend on positions and padding alone, are computed outside the regions, once per step. All
-layers share one graph at any depth: they differ in weights and in their tensor of the cache, which are inputs.
+Rotary rows and masks depend only on positions and padding. They are computed outside the regions, once per step. All
+layers share one graph at any depth: they differ only in weights and in their cache tensor, which are inputs.
 
 Shapes: B batch, T tokens, L tokens that get logits, V vocabulary, C width, I width inside the MLP, H query heads, K key
 and value heads, D width of a head, S slots of the cache, P positions.
@@ -48,7 +48,7 @@ from zoo.weights import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched to longer texts than a model was first trained on.
+    """How rotary frequencies are scaled for longer texts than those of a model's first training.
 
     ``"linear"`` divides all frequencies by ``factor``. ``"llama3"`` divides those of waves longer than
     ``original_max_position_embeddings / low_freq_factor``, keeps those of waves shorter than
@@ -75,7 +75,7 @@ class RopeScaling:
 class LLMConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
 
-    Fields are named and meant as in transformers.
+    Fields have transformers' names and meanings.
 
     Args:
         head_dim: Width of a head. All heads together may be wider or narrower than ``hidden_size``.
@@ -83,9 +83,9 @@ class LLMConfig:
         rope_scaling: None, linear or Llama 3's.
         qkv_bias: Bias of queries, keys and values (Qwen2).
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
-        sliding_window: A token sees this many last tokens, itself included; None for all.
-        pad_token_id: Its embedding gets no gradient, and ``generate`` fills rows that have ended with it.
-        eos_token_id: Tokens that end a text, unless ``generate`` is given others.
+        sliding_window: A token sees this many last tokens, including itself; None for all.
+        pad_token_id: The token that fills ended rows in ``generate``. Its embedding gets no gradient.
+        eos_token_id: Tokens that end a text, unless ``generate`` gets others.
         model_type: ``"mistral"`` converts a model without a window to transformers' Mistral; None lets the options
             decide.
     """
@@ -164,7 +164,7 @@ PRESETS: dict[str, LLMConfig] = {
 
 
 def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -> Tensor:
-    """Turn of each pair of channels from one position to the next, in radians: [D / 2], float32."""
+    """Rotation angle of each channel pair per position, in radians: [D / 2], float32."""
     channels = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     turns = 1.0 / config.rope_theta ** (channels / config.head_dim)
     scaling = config.rope_scaling
@@ -174,13 +174,13 @@ def inverse_frequencies(config: LLMConfig, device: torch.device | None = None) -
         return turns / scaling.factor
     low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings
     assert low is not None and high is not None and length is not None
-    # 1 for waves that fit into the original length `high` times or more, 0 for those that fit `low` times or less.
+    # 1 for waves that fit at least `high` times into the original length, 0 for waves that fit at most `low` times.
     kept = ((length * turns / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return turns * (kept + (1 - kept) / scaling.factor)
 
 
 class RotaryTable(nn.Module):
-    """Cosines and sines of all positions, float32 in every dtype of the model (https://arxiv.org/abs/2104.09864)."""
+    """Cosines and sines of all positions, float32 for any dtype of the model (https://arxiv.org/abs/2104.09864)."""
 
     table: Tensor
 
@@ -197,7 +197,7 @@ class RotaryTable(nn.Module):
         self.table = torch.cat((angles.cos(), angles.sin()), dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        # After a change of dtype or device the table is computed again, not rounded.
+        # After a change of dtype or device the table is recomputed instead of rounded.
         before = self.table
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.table is not before:
@@ -223,7 +223,7 @@ class RMSNorm(nn.Module):
 
 
 class LLMLayer(nn.Module):
-    """Attention and MLP, each after a norm and with a residual add."""
+    """Attention and MLP, each with a norm before it and a residual add after it."""
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
@@ -245,10 +245,10 @@ class LLMLayer(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Run the block: x [B, T, C] -> [B, T, C].
 
-        Rotary [B or 1, T, D] holds cosines and sines of the tokens' positions. Without a cache a mask [B or 1, 1, T, T]
-        bool may come along, None for causal. A cache [2, B, K, S, D], into which keys and values are written first,
-        comes with positions [B, T] int64; ``from_start`` says that these are 0 to T - 1 in every row, so that tokens
-        see only each other.
+        Rotary [B or 1, T, D] holds cosines and sines of the tokens' positions. Without a cache ``mask`` is
+        [B or 1, 1, T, T] bool, or None for causal. Keys and values are first written into the cache [2, B, K, S, D] at
+        positions [B, T] int64. ``from_start`` means that positions are 0 to T - 1 in every row, so that tokens see only
+        tokens of this call.
         """
         if cache is not None and positions is not None and x.shape[1] == 1 and self._decodes(x[:, 0], cache):
             return self._decode(x[:, 0], rotary[:, 0], positions[:, 0], cache)[:, None]
@@ -272,12 +272,12 @@ class LLMLayer(nn.Module):
         q = rotate_into(qkv, cache, positions, rotary, *norms)
         if not from_start:
             return attend(q, cache, positions, window).flatten(2)
-        # torch's causal attention is faster than one that looks up where each prompt begins.
+        # torch's causal attention is faster than a kernel that looks up where each prompt begins.
         k, v = cache[:, :batch, :, :tokens].transpose(2, 3)
         return attend_tokens(q, k, v, None).flatten(2)
 
     def _normed_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-        """The heads, and the norms' weights and eps if the rotary kernel applies them; modified norms run here."""
+        """The heads, and weights and eps of the norms if the rotary kernel applies them. Modified norms run here."""
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return qkv, None, None, 0.0
@@ -289,7 +289,7 @@ class LLMLayer(nn.Module):
 
     def _decodes(self, x: Tensor, cache: Tensor) -> bool:
         """True if the decoding kernels take x [B, C]: few rows, and no submodule was replaced or has hooks."""
-        # A layer with ``split_over``, of zoo.training.tensor_parallel, multiplies by this process's part of a weight.
+        # A layer with ``split_over`` (zoo.training.tensor_parallel) multiplies by this process's shard of a weight.
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
         expected: list[tuple[nn.Module, type[nn.Module]]] = [(norm, RMSNorm) for norm in norms if norm is not None]
@@ -299,7 +299,7 @@ class LLMLayer(nn.Module):
         return unmodified and fits and few_rows(x, *(product.weight for product in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
-        """The block for one new token in each of few rows: x [B, C] -> [B, C]."""
+        """The block for one new token per row, for few rows: x [B, C] -> [B, C]."""
         qkv, norm, norm_after = self.qkv_proj, self.input_layernorm, self.post_attention_layernorm
         q_norm, k_norm = (None if each is None else each.weight for each in (self.q_norm, self.k_norm))
         add_parts, first = getattr(self.o_proj, "add_parts", None), getattr(self.o_proj, "is_first", True)
@@ -311,7 +311,7 @@ class LLMLayer(nn.Module):
 
 
 class LLMHead(nn.Module):
-    """The last norm, and the product with the vocabulary."""
+    """The last norm, and the product with the vocabulary's weights."""
 
     def __init__(self, config: LLMConfig) -> None:
         super().__init__()
@@ -347,21 +347,21 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 
 
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
-    """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product where that gives the same numbers."""
+    """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product if that gives the same numbers."""
     fusible = is_unmodified(linear) and linear.bias is None and not hasattr(linear.weight, "__tensor_flatten__")
     if not fusible or torch.is_autocast_enabled(x.device.type) or not x.dtype == hidden.dtype == linear.weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]
-    # Inductor fuses an add after a product only where both have two dimensions.
+    # Inductor fuses an add after a product only if both have two dimensions.
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]
 
 
 @dataclass(frozen=True, eq=False)
 class KVCache:
-    """Keys and values of all layers, in memory that never moves; ``model.make_cache`` makes it.
+    """Keys and values of all layers, at fixed addresses. From ``model.make_cache``.
 
-    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row lies in
-    slot p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are
-    never read: to take tokens back, continue from an earlier position.
+    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row is in slot
+    p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are never
+    read: to drop tokens, continue from an earlier position.
     """
 
     layers: tuple[Tensor, ...]
@@ -373,7 +373,7 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        """Tokens that fit into a row."""
+        """Maximum tokens of a row."""
         return self.layers[0].shape[3]
 
     @property
@@ -397,7 +397,7 @@ REGIONS = (
 
 
 class LLM(nn.Module):
-    """A decoder-only language model of an ``LLMConfig``."""
+    """A decoder-only language model, built from an ``LLMConfig``."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
     static_arguments: ClassVar[tuple[str, ...]] = ("cache",)
@@ -410,7 +410,7 @@ class LLM(nn.Module):
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
-        # Tied weights exist once: forward passes the embedding's to the head.
+        # Tied weights exist once: forward passes the embedding's weight to the head.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, words, bias=False)
         self.apply(initialise)
 
@@ -420,17 +420,17 @@ class LLM(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Logits of the next token, [B, T or L, V].
 
-        Without a cache: scoring and training. With one: keys and values of the tokens are written into the slots of
+        Scoring and training use no cache. With a cache, keys and values of the tokens are written into the slots of
         their positions, and each token sees the slots up to its own. The call never synchronises with the device.
 
         Args:
             input_ids: [B, T] integers.
-            attention_mask: [B, T], 0 where a token is padding, on either side; not with a cache.
-            position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots; 0 to T -
-                1 when left out, which is the fastest way to start a prompt.
+            attention_mask: [B, T], 0 for padding, on either side; not with a cache.
+            position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots. The
+                default, 0 to T - 1, is the fastest way to start a prompt.
             cache: From ``make_cache``; needs ``no_grad`` or ``inference_mode``.
-            logits_to_keep: Which positions get logits: 0 for all, n for the last n, a tensor of indices [L] for the
-                same in all rows (these as in transformers), or [B, L] for each row's own.
+            logits_to_keep: Positions that get logits: 0 for all, n for the last n, a tensor of indices [L] for the
+                same in all rows (all three as in transformers), or [B, L] per row.
 
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
@@ -444,8 +444,8 @@ class LLM(nn.Module):
     ) -> Tensor:
         """Normed output of the last layer, [B, T, C]: the logits are ``F.linear(features, model.output_weight)``.
 
-        For losses that compute the logits in chunks, such as ``zoo.training.LinearCrossEntropy``. Takes what
-        ``forward`` takes without a cache, and raises the same errors.
+        For losses that compute the logits in chunks, such as ``zoo.training.LinearCrossEntropy``. Arguments and errors
+        are those of ``forward`` without a cache.
         """
         _check_inputs(self, input_ids, attention_mask, position_ids, None, 0)
         return self.head(self._run_layers(input_ids, attention_mask, position_ids, None), None)
@@ -455,33 +455,33 @@ class LLM(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """``features`` [B, T, C] and ``output_weight`` [V, C], whose product are the logits."""
         weight = self.output_weight
-        # A reentrant checkpoint would return the parameter itself as an output of its own.
+        # A reentrant checkpoint would return the parameter itself as its output.
         weight = weight if torch.is_grad_enabled() else weight.detach()
         return self.features(input_ids, attention_mask, position_ids), weight
 
     @property
     def output_weight(self) -> Tensor:
-        """Weights of the output product, [V, C]: the embedding's where they are tied."""
+        """Weights of the output product, [V, C]: the embedding's if tied."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def generate(
         self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
     ) -> Tensor:
-        """Continue prompts: [B, n] int64 on the model's device, the new tokens, end token included.
+        """Continue prompts. Returns the new tokens [B, n] int64 on the model's device, including the end token.
 
-        n is the longest answer's length; shorter ones end in padding (the config's ``pad_token_id``, else the first end
-        token).
+        n is the longest answer's length. Shorter answers are padded with the config's ``pad_token_id``, else with the
+        first end token.
 
         Args:
             tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
-            cuda_graph: Run decoding as a CUDA graph; by default on a GPU only.
-            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts go in
-                pieces.
-            options: Of ``GenerationOptions``.
+            cuda_graph: Run decoding as a CUDA graph; by default only on a GPU.
+            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts are
+                read in pieces.
+            options: Fields of ``GenerationOptions``.
 
         Raises:
-            TypeError, ValueError: If an argument does not fit, a prompt is empty or holds a token that is not in the
-                vocabulary, or has no room for ``max_new_tokens`` behind it; before anything runs.
+            TypeError, ValueError: If an argument does not fit, or a prompt is empty, has a token outside the
+                vocabulary, or has no room for ``max_new_tokens`` after it; before anything runs.
         """
         chunks = self.stream(tokens, cuda_graph=cuda_graph, buckets=buckets, **options)
         return torch.cat(list(chunks), dim=1).to(self.embed_tokens.weight.device)
@@ -489,7 +489,7 @@ class LLM(nn.Module):
     def stream(
         self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
     ) -> Iterator[Tensor]:
-        """What ``generate`` returns, as it comes: [B, 1] first, then [B, up to stride], on the CPU."""
+        """Yield the result of ``generate`` in pieces: [B, 1] first, then [B, up to stride], on the CPU."""
         rows = prompt_rows(tokens, self.config.vocab_size)
         longest = max(map(len, rows)) + GenerationOptions.of(options).max_new_tokens
         # A power of two, so that texts of similar lengths share their graphs.
@@ -500,7 +500,7 @@ class LLM(nn.Module):
     def make_cache(self, batch: int, slots: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache of ``batch`` rows of ``slots`` tokens on the weights' device, in their or autocast's dtype.
 
-        A ValueError if a size is not positive or ``slots`` is more than ``max_position_embeddings``.
+        Raises ValueError if a size is not positive or ``slots`` exceeds ``max_position_embeddings``.
         """
         config, weight = self.config, self.embed_tokens.weight
         validate.count("batch", batch)
@@ -509,7 +509,7 @@ class LLM(nn.Module):
             raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
         shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
         dtype = dtype or compute_dtype(weight)
-        # Regions would compile a second graph for tensors of inference mode. Zeros, because a masked NaN is NaN.
+        # Regions would compile a second graph for inference tensors. Zeros, since NaN survives masking.
         with torch.inference_mode(False), weight.device:
             return KVCache(tuple(torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)))
 
@@ -537,9 +537,9 @@ class LLM(nn.Module):
 
 
 def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
-    """The positions of x [B, T, C] that get logits, contiguous: prefill and decoding then share the head's graph."""
+    """The positions of x [B, T, C] that get logits, contiguous, so that prefill and decoding share the head's graph."""
     if isinstance(which, int):
-        # contiguous() would not copy the last position of a single row, and keep the strides of the whole.
+        # contiguous() would not copy the last position of a single row; its strides would be those of x.
         return x if which in (0, x.shape[1]) else x[:, -which:].clone(memory_format=torch.contiguous_format)
     if which.dim() == 1:
         return x[:, which]
@@ -547,7 +547,7 @@ def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
 
 
 def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
-    """The mask of ``attend_tokens`` for padding and a window; None where causal attention needs none."""
+    """The mask of ``attend_tokens`` for padding and a window; None if causal attention is enough."""
     narrow = window is not None and window < tokens
     if attention_mask is None and not narrow:
         return None
@@ -556,7 +556,7 @@ def token_mask(tokens: int, attention_mask: Tensor | None, window: int | None, d
     mask = distance >= 0
     mask = (mask & (distance < window) if narrow else mask)[None, None]  # type: ignore[operator]
     if attention_mask is not None:
-        # Padding sees itself: a row that sees nothing would be NaN, and poison all rows through its value.
+        # Padding sees itself: a row that sees nothing would be NaN, and its value would spread NaN to all rows.
         mask = (mask & attention_mask.bool()[:, None, None]) | (distance == 0)
     return mask
 

@@ -1,6 +1,6 @@
-"""What a training step runs outside of its model: AdamW's update, cross entropy with its gradient, a look for NaN.
+"""The parts of a training step outside the model: AdamW's update, cross entropy with its gradient, a check for NaN.
 
-None is compiled: what is launched here is launched by eager code.
+Eager code launches all kernels of this module; none is compiled.
 
 Shape legend: n rows, V classes.
 """
@@ -14,38 +14,38 @@ from torch.optim.adamw import adamw as fused_adamw
 from zoo.ops import triton as kernels
 from zoo.ops.common import kernels_run
 
-# Fewest elements of a launch, so that its start and end are a small part of it. On an H200 ResNet-50's step took longer
-# with twice as many, since torch's launch for the rest did.
+# Minimum elements of a launch, so that its start and end are a small part of its time. On an H200 twice as many made
+# ResNet-50's step slower, since torch's launch for the other parameters took longer.
 LARGE = 1 << 19
-# Most parameters of a launch: the kernel has so many pointers.
+# Maximum parameters of a launch: the kernel takes this many pointers per state tensor.
 TOGETHER = 8
-# Fewest elements of a parameter in a launch: TOGETHER smaller ones are fewer than LARGE, and the host skips them.
+# Minimum elements of a parameter in a launch. TOGETHER smaller parameters have fewer than LARGE; the host skips them.
 SMALLEST = LARGE // TOGETHER
-# Bytes that a thread reads at once, if what it reads begins at a multiple of them.
+# Bytes of a vector load, which needs an address that is a multiple of them.
 _VECTOR = 16
 
 
 def adamw(
     group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None, *, has_complex: bool
 ) -> None:
-    """Update the parameters of a group in place, large ones by a kernel of our own, all others by torch's fused one.
+    """Update the parameters of a group in place: large ones by the zoo's kernel, all others by torch's fused kernel.
 
-    ``group`` holds the options of ``torch.optim.AdamW``. Tensors are parameters, gradients, averages of gradients and
-    of their squares, the greatest of these, which only ``amsgrad`` has, and steps so far. Gradients are divided by
-    ``scale``, on the device; nothing is updated where ``skip``, on the device, is 1.
+    ``group`` holds the options of ``torch.optim.AdamW``. The tensors are parameters, gradients, averages of gradients
+    and of squared gradients, maxima of the latter (``amsgrad`` only), and step counts. Gradients are divided by the
+    device scalar ``scale``. If the device scalar ``skip`` is 1, nothing is updated.
     """
     launches = _launches(group, tensors, scale, skip)
     if launches:
         taken = {index for launch in launches for index in launch}
         own_counts = [tensors[5][index] for index in sorted(taken)]
         torch._foreach_add_(own_counts, 1)
-        # The kernel would be compiled again for an int.
+        # An int would compile the kernel again.
         rate = float(group["lr"]) if _is_on_host(group["lr"]) else group["lr"]
         options = group["betas"], float(group["eps"]), float(group["weight_decay"]), group["maximize"]
         for launch in launches:
             own = [[tensors[kind][index] for index in launch] for kind in (0, 1, 2, 3, 5)]
             kernels.training.adamw(*own, rate, scale, skip, *options)
-            # As torch's operators do, so that a backward that still needs the old weights raises an error.
+            # As in torch's operators: a backward that still needs the old weights raises an error.
             torch.autograd.graph.increment_version([*own[0], *own[2], *own[3]])
         if skip is not None:
             torch._foreach_sub_(own_counts, [skip] * len(own_counts))
@@ -67,7 +67,7 @@ def _launches(
         return []
     rate = None if _is_on_host(group["lr"]) else group["lr"]
     params, grads, averages, squares, _, counts = tensors
-    # All together are too few for a launch, unless torch's kernel does not take their dtypes.
+    # All parameters together are too small for a launch, unless torch's kernel does not take their dtypes.
     small = sum(map(Tensor.numel, params)) < LARGE
     if small and all(map(_are_of_one_dtype, params, grads, averages, squares)):
         return []
@@ -75,8 +75,8 @@ def _launches(
     for index, each in enumerate(zip(params, grads, averages, squares, strict=True)):
         param, count = params[index], counts[index]
         if _fits(*each) and _are_numbers_on(param.device, count):
-            # Among others, one that is not aligned would have them read a number at a time too, by a kernel
-            # compiled for the place that it has there. Alone it is one more kernel, if it is large.
+            # A misaligned tensor would disable vector loads for its whole launch, and compile a kernel for its
+            # position among the arguments. So a large misaligned parameter gets a launch of its own.
             aligned = all(tensor.data_ptr() % _VECTOR == 0 for tensor in each)
             dtypes = *(tensor.dtype for tensor in each), count.dtype
             alike.setdefault((param.device, param.numel(), *dtypes) if aligned else index, []).append(index)
@@ -96,13 +96,13 @@ def _is_on_host(rate: Tensor | float) -> bool:
 
 
 def _fits(param: Tensor, *state: Tensor) -> bool:
-    """Whether the kernel takes a parameter: a large one, or one of several dtypes, which torch's kernel refuses."""
-    # Most parameters of a model are small, and the host looks at all of them in every step.
+    """Whether the kernel takes a parameter: it is large, or has mixed dtypes, which torch's kernel refuses."""
+    # This check comes first: most parameters are small, and the host checks all of them in every step.
     if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, *state):
         return False
     if not size:
         return False
-    # No sharded tensor, and no tensor that is made of others.
+    # Excludes sharded tensors and other tensor subclasses.
     plain = type(param) in (Tensor, nn.Parameter) and all(type(each) is Tensor for each in state)
     dense = param.is_contiguous() or (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
     stride, shape = param.stride(), param.shape
@@ -123,8 +123,8 @@ def judge_step(
 ) -> None:  # fmt: skip
     """Count a training step in ``count`` int64, and set ``skip`` to 1 unless its loss, and norm, are finite.
 
-    ``last`` int64 and ``last_loss`` keep its number and loss, unless ``skip`` was 1 before. All are scalars on one
-    device, of float32 where nothing else is said.
+    ``last`` int64 and ``last_loss`` keep the step's number and loss, unless ``skip`` was already 1. All are scalars on
+    one device, float32 unless stated otherwise.
     """
     if kernels_run(loss, norm):
         kernels.training.judge_step(loss, norm, count, last, last_loss, skip)
@@ -134,7 +134,7 @@ def judge_step(
     torch.where(found, last, count, out=last)
     torch.where(found, last_loss, loss, out=last_loss)
     zero = loss - loss if norm is None else (loss - loss) + (norm - norm)
-    skip.copy_(found | (zero != 0))  # infinity minus itself is no number
+    skip.copy_(found | (zero != 0))  # infinity minus itself is NaN
 
 
 # The label of a row without a loss.
@@ -144,9 +144,9 @@ IGNORED = -100
 def cross_entropy_rows(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Losses of rows float32 [n], and the gradient [n, V] of their sum times ``scale``; computed in float32.
 
-    It is not differentiated. Logits [n, V] are not needed any more: where our kernel runs, the gradient is written over
-    them. Rows whose label [n] int64 is ``IGNORED`` have no loss; by the kernel, loss and gradient of a row whose label
-    is no class are not numbers. ``scale`` is a float32 scalar on the device.
+    Autograd does not differentiate it. The zoo's kernel overwrites logits [n, V] with the gradient, so the caller must
+    not need them again. Rows with the label ``IGNORED`` [n] int64 have no loss. In the kernel a label that is not a
+    class makes its row's loss and gradient NaN. ``scale`` is a float32 scalar on the device.
     """
     if kernels_run(logits) and logits.is_contiguous():
         return kernels.training.cross_entropy_rows_(logits, labels.contiguous(), scale, IGNORED), logits
@@ -165,5 +165,5 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     if kernels_run(x) and x.is_contiguous():
         kernels.training.scale_(x, factor)
     else:
-        # Of one dimension, so that half precision is multiplied in float32 and not by a rounded factor.
+        # One dimension, so that half precision is multiplied in float32 instead of by a rounded factor.
         x.mul_(factor.reshape(1))

@@ -1,13 +1,13 @@
-"""What the blocks of transformers are made of: norms of rows, products, gates, and attention to few keys.
+"""Operators of transformer blocks: norms of rows, matrix products, gates, and attention to few keys.
 
-Norms stand alone or have the residual add before them. RMS norm is Zhang and Sennrich, 2019; layer norm is Ba, Kiros
+Norms run alone or fused with the residual add before them. RMS norm: Zhang and Sennrich, 2019. Layer norm: Ba, Kiros
 and Hinton, 2016.
 
-Products may have a lower precision than their float32 weight, whose gradient autocast writes twice: in the low dtype,
-and converted. Here the product that makes it writes float32, and the bias' is one pass over the rows.
+Products may have a lower precision than their float32 weight. Autocast writes the weight's gradient twice, first in the
+low dtype and then converted. Here the product writes float32 directly, and the bias gradient is one pass over the rows.
 
-Shape legend: R rows, C columns, N rows of a weight, I width inside the MLP; of attention B images, T queries and L keys
-of each, N heads, D width of a head. "Low" is what has the dtype of products.
+Shape legend: R rows, C columns, N rows of a weight, I width inside the MLP. Attention: B images, T queries and L keys
+of each, N heads, D width of a head. "Low" means in the dtype of products.
 """
 
 from typing import Any
@@ -34,9 +34,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream x [..., C] plus what is added [..., C] or None, and the RMS norm of that.
+    """The sum of the residual stream x [..., C] and ``added`` [..., C] or None, and the RMS norm of the sum.
 
-    Go on with the sum that is returned, also where nothing is added: its gradient is added in the norm's backward.
+    Continue with the returned sum, even if ``added`` is None: the norm's backward adds the sum's gradient.
     """
     if not _rms_norm_fits(x, weight, added):
         total = x if added is None else x + added
@@ -49,7 +49,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm`` by torch's operators, for the compiler to fuse with what stands around it."""
+    """``rms_norm`` by torch's operators, which the compiler fuses with their neighbours."""
     normed = x.to(accumulation_dtype(x.dtype))
     return weight * (normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -62,7 +62,7 @@ def _rms_norm_fits(x: Tensor, weight: Tensor, added: Tensor | None = None) -> bo
 
 
 class _Norm(torch.autograd.Function):
-    """The layer norm of a sum, or without a bias its RMS norm; then its copy in ``low_dtype``, or the sum if kept."""
+    """Layer norm of a sum (RMS norm without a bias), then the norm's copy in ``low_dtype``, or the sum if kept."""
 
     @staticmethod
     def forward(
@@ -92,9 +92,9 @@ def add_layer_norm(
     x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
     low_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Layer norm of x [..., C] + added [..., C] + shift [C], and the same in ``low_dtype`` for products that follow.
+    """Layer norm of x [..., C] + added [..., C] + shift [C], and its copy in ``low_dtype`` for the next products.
 
-    The shift, or None, is the bias that the product before lacks: its gradient is one more sum of the same pass.
+    The shift, or None, is the bias of the preceding product, which omits it; the same pass sums its gradient.
     """
     if _add_layer_norm_fits(x, added, shift, weight, bias):
         low_dtype = None if low_dtype == x.dtype else low_dtype
@@ -108,8 +108,8 @@ def add_layer_norm(
 
 
 def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the kernels take these; torch broadcasts or refuses what does not fit."""
-    # Autocast normalises in float32, whatever it is given.
+    """Whether the kernels take these tensors; torch broadcasts or refuses all others."""
+    # Autocast normalises in float32 for any input dtype.
     if x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
         return False
     vectors = weight, bias, shift
@@ -131,8 +131,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """The sum of x [R, C] and residual [R, C], and its layer norm: [R, C] each, in the wider dtype of the two.
 
-    Computed in float32; the sum is rounded before it is normed. A shift [C] is added to the sum that is returned, and
-    not to the one that is normed. Other shapes are a ValueError.
+    Computed in float32; the sum is rounded before it is normed. A shift [C] is added only to the returned sum, after
+    the norm. Raises ValueError for other shapes.
     """
     if x.shape != residual.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
@@ -150,7 +150,7 @@ def add_norm(
 
 
 class _LayerNorm(torch.autograd.Function):
-    """The norm of x, or with a residual their sum and its norm."""
+    """The norm of x; with a residual the sum of both and its norm."""
 
     @staticmethod
     def forward(
@@ -174,13 +174,13 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autocast would convert weight and bias for x: where kernels run, ``low_linear`` is for them."""
+    """Whether kernels run and autocast would convert weight and bias for x, so that ``low_linear`` applies."""
     wide = weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
     return wide and x.dtype in _LOW and torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
 
 
 def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
-    """X, and x in the dtype that products have under autocast. Go on with the x that is returned."""
+    """X, and its copy in the dtype of products under autocast. Continue with the returned x."""
     low = compute_dtype(x)
     if low == x.dtype:
         return x, x
@@ -190,17 +190,17 @@ def with_low_copy(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def low_linear(x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None) -> Tensor:
-    """A low x [..., C] times a float32 weight [N, C], and a bias [N]: [..., N], low. With a gradient.
+    """Low x [..., C] times float32 weight [N, C], plus bias [N]: low [..., N]. Differentiable.
 
-    ``added`` [R, N], low and in place of a bias, is added to the product of x [R, C] by the product itself.
+    Instead of a bias, the product of x [R, C] may add the low tensor ``added`` [R, N] itself.
     """
     return _Linear.apply(x, weight, bias, added)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient of a float32 weight [N, C] from that of its product [R, N] and its input [R, C], both low.
+    """Gradient of a float32 weight [N, C] from the product's gradient [R, N] and input [R, C], both low.
 
-    On an NVIDIA GPU from Ampere on the product writes the float32 that it sums in, and no pass converts it.
+    On NVIDIA GPUs from Ampere on the product writes its float32 sums directly, without a conversion pass.
     """
     if x.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
@@ -211,7 +211,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., C] -> [C] in another dtype: the gradient of a product's bias. Summed in float32, without a gradient."""
+    """Sum x [..., C] over rows, in float32: [C] in another dtype. It is a bias gradient, itself not differentiable."""
     if kernels_run(x):
         return kernels.tiles.column_sums(x, dtype)
     return x.reshape(-1, x.shape[-1]).sum(0, dtype=accumulation_dtype(x.dtype)).to(dtype)
@@ -230,13 +230,13 @@ class _WithLowCopy(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of weight and bias are summed and kept in float32; what is added has the gradient of the sum."""
+    """Gradients of weight and bias are summed and stored in float32; ``added`` has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None) -> Tensor:
         low = weight.to(x.dtype)
         x_learns, weight_learns = ctx.needs_input_grad[:2]
-        # Each factor is for the gradient of the other: before a frozen weight no activation is held.
+        # Each factor is saved only for the gradient of the other. A frozen weight saves no activation.
         ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
         ctx.biased, ctx.adds = bias is not None, added is not None
         if added is not None:
@@ -254,12 +254,12 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, grad if ctx.adds else None
 
 
-# Of fewer rows the library's product and a gate are faster, measured on an H200.
+# With fewer rows the library's product and a separate gate are faster, measured on an H200.
 LEAST_ROWS = 2048
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
-    """GELU of x [..., I] plus bias [I], by erf or its approximation by tanh: [..., I], in the dtype of x."""
+    """GELU of x [..., I] plus bias [I], by erf or by its tanh approximation: [..., I], in the dtype of x."""
     if kernels_run(x, bias):
         return _activated(kernels.tiles.bias_gelu, kernels.tiles.bias_gelu_backward, x, bias, tanh)
     return F.gelu(x + bias, approximate="tanh" if tanh else "none").to(x.dtype)
@@ -272,7 +272,7 @@ def _activated(kernel: Function, gradients: Function, x: Tensor, bias: Tensor | 
 
 
 class _Activation(torch.autograd.Function):
-    """What a kernel computes; another computes the gradients of x and bias from the output's and the same arguments."""
+    """A kernel's output. Another kernel computes the gradients of x and bias, from the same arguments."""
 
     @staticmethod
     def forward(
@@ -289,9 +289,9 @@ class _Activation(torch.autograd.Function):
 
 
 def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """X [..., 2 I] plus bias [2 I]; GELU of the second half, in its erf form, times the first: [..., I].
+    """X [..., 2 I] plus bias [2 I]; then GELU (by erf) of the second half times the first half: [..., I].
 
-    Rounded once. Other shapes are a ValueError, here and in ``gated_gelu_product``.
+    Rounded once. This and ``gated_gelu_product`` raise ValueError for other shapes.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x has {x.shape[-1]} columns, expected an even number: two halves")
@@ -305,10 +305,10 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether ``gated_gelu_product`` of these is one kernel: on Hopper, of enough rows, without gradients and casts."""
+    """Whether ``gated_gelu_product`` is one kernel: on Hopper, with enough rows, without gradients and casts."""
     if x.dtype not in _LOW or x.dtype != weight.dtype or x.shape[0] < LEAST_ROWS:
         return False
-    # What the copy engine takes: rows that begin on 16 bytes. Inside a region nobody can ask where a tensor begins.
+    # TMA needs rows that begin on 16 bytes. A region cannot check the address of a tensor.
     if x.shape[1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
         return False
     if not torch.compiler.is_compiling() and (x.storage_offset() % 8 or weight.storage_offset() % 8):
@@ -323,13 +323,13 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``gated_gelu`` of x [R, C] by weight [2 I, C], with bias [2 I]: [R, I], one kernel if ``gated_product_runs``."""
+    """``gated_gelu`` of x [R, C] times weight [2 I, C] plus bias [2 I]: [R, I]; fused if ``gated_product_runs``."""
     if weight.shape[0] % 2 or x.shape[1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
         raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
     if gated_product_runs(x, weight, bias):
         return kernels.tiles.gated_gelu_product(x, weight, bias)
-    # The gate adds the bias: with it the library takes a kernel that clears a buffer first.
+    # The gate adds the bias: for a product with bias the library takes a kernel that clears a buffer first.
     return gated_gelu(F.linear(x, weight), bias)
 
 
@@ -341,16 +341,16 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-# Attention to more keys than this is the library's, measured on an H200; the widest head that a program holds.
+# Maximum keys and head width of the kernel. With more keys the library's attention is faster, measured on an H200.
 MOST_KEYS = 128
 WIDEST_HEAD = 256
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Attention of query [B, T, N, D] to key and value [B, L, N, D], N heads: [B T, N D], heads side by side.
+    """Attention of query [B, T, N, D] to key and value [B, L, N, D] with N heads: [B T, N D], heads concatenated.
 
-    Own kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients: the library's are
-    made for long rows of keys. Other shapes are a ValueError.
+    The zoo's kernels run for few keys, without a bias [B, 1, 1, L] on the scores and without gradients. The library's
+    are made for long rows of keys. Raises ValueError for other shapes.
     """
     expected = (query.shape[0], key.shape[1], *query.shape[2:])
     if key.shape != value.shape or tuple(key.shape) != expected:

@@ -1,4 +1,4 @@
-"""A UNet's configuration, presets and blocks: resnet blocks, transformers, and the levels that they form.
+"""A UNet's configuration, presets and blocks: resnet blocks, transformers, and levels built from both.
 
     resnet block       x ─ group norm, SiLU ─ 3 × 3 ─ shift, group norm, SiLU ─ 3 × 3 ─ bias, add ─▶
                        └─────────────────────────── (1 × 1) ───────────────────────────────┘
@@ -6,9 +6,9 @@
                        └─────────────────────────────────────────────────────────┘
     transformer block  h ─ norm ─ self-attention ─ add, norm ─ attention to text ─ add, norm ─ MLP, add ─▶
 
-A pixel is a token: in channels_last an image and its tokens are the same memory. Convolutions run without bias, which
-cuDNN would add in a pass of its own: the first one's is part of the timestep's shift, the second one's of the residual
-add. Where a product adds the residual, the norm before it adds its bias.
+A pixel is a token: in channels_last an image and its tokens are the same memory. Convolutions run without bias, since
+cuDNN would add the bias in a separate pass. The first convolution's bias is part of the timestep's shift, the second
+one's is added with the residual. If a product adds the residual, the norm before the product adds its bias.
 
 Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T rows, N heads, L tokens of the text.
 """
@@ -35,7 +35,7 @@ from zoo.ops.transformer import (
     takes_low,
 )
 
-# Diffusers' for the norm before a transformer, and torch's default for the norms inside.
+# Eps of the norm before a transformer (as in diffusers) and of the norms inside (torch's default).
 ENTRY_EPS, EPS = 1e-6, 1e-5
 _TYPES = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
@@ -43,18 +43,18 @@ _TYPES = {
 _PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
 _REVERSED = "reverse_transformer_layers_per_block"
 
-Depths: TypeAlias = tuple[int | tuple[int, ...], ...]  # of the transformers of each level, or of each one of a level
+Depths: TypeAlias = tuple[int | tuple[int, ...], ...]  # transformer depths, one per level or one per transformer
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """A resnet block and the transformer after it, if there is one."""
+    """A resnet block and the transformer after it, if any."""
 
-    inputs: int  # channels of the block before
-    skip: int  # channels of the way down; 0 on the way down and in the middle
-    outputs: int  # channels that it gives
-    depth: int | None  # blocks of the transformer; None where there is none
-    heads: int  # of the transformer
+    inputs: int  # channels of the previous block's output
+    skip: int  # channels of the skip connection; 0 on the way down and in the middle
+    outputs: int  # output channels
+    depth: int | None  # blocks of the transformer; None without a transformer
+    heads: int  # heads of the transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +67,24 @@ class LevelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class UNetConfig:
-    """A conditional UNet as of Stable Diffusion.
+    """A conditional UNet like Stable Diffusion's.
 
-    Fields are diffusers', but for ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Those that
-    belong to levels, the largest size first, take one value for all of them; ``up_block_types`` starts at the smallest
+    Fields are diffusers', except ``num_attention_heads``, which diffusers calls ``attention_head_dim``. Fields per
+    level start at the largest size, and may be one value for all levels. ``up_block_types`` starts at the smallest
     size.
 
     Args:
         down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
         up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level.
         layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
-        transformer_layers_per_block: Blocks of the transformers of each level, or of each transformer of it.
-        reverse_transformer_layers_per_block: The same on the way up, where it is not the mirror image.
-        addition_embed_type: ``"text_time"`` for a pooled condition and sizes besides the timestep, as SDXL has.
+        transformer_layers_per_block: Transformer blocks per level, or per transformer of each level.
+        reverse_transformer_layers_per_block: The same for the way up; None mirrors the way down.
+        addition_embed_type: ``"text_time"`` for a pooled condition and sizes in addition to the timestep, as in SDXL.
         projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
-        time_cond_proj_dim: Width of a further condition (guidance scale), or None.
-        time_embedding_dim: Width of the embedded timestep; four times the first level's when left out.
-        upcast_attention: Kept for the checkpoint; attention accumulates in float32 in any case.
-        sample_size: Height and width of the samples that it was trained on; for pipelines.
+        time_cond_proj_dim: Width of an additional condition (guidance scale), or None.
+        time_embedding_dim: Width of the embedded timestep; by default four times the first level's width.
+        upcast_attention: Kept for the checkpoint only; attention always accumulates in float32.
+        sample_size: Height and width of the training samples; for pipelines.
     """
 
     in_channels: int
@@ -117,7 +117,7 @@ class UNetConfig:
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
-        # Lists are common in configurations that come from files, and not equal to tuples.
+        # Configurations from files often have lists, which never equal tuples.
         for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL, _REVERSED):
             value = _frozen(getattr(self, name))
             value = (value,) * levels if name in _PER_LEVEL and isinstance(value, int) else value
@@ -159,7 +159,7 @@ class UNetConfig:
 
     @property
     def reduction(self) -> int:
-        """Pixels of the sample's side for one of the smallest level's."""
+        """Ratio of the sample's side to the smallest level's side."""
         return int(2 ** (len(self.block_out_channels) - 1))
 
     def down(self) -> tuple[LevelShape, ...]:
@@ -173,14 +173,14 @@ class UNetConfig:
         return tuple(levels)
 
     def middle(self) -> LevelShape:
-        """The blocks in the middle: the first has a transformer, the second none."""
+        """The blocks in the middle: the first has a transformer, the second does not."""
         last, width = len(self.block_out_channels) - 1, self.block_out_channels[-1:]
         depths, kinds = self.transformer_layers_per_block, ("CrossAttnDownBlock2D", "DownBlock2D")
         blocks = tuple(self._blocks(last, kind, depths, width, [0])[0] for kind in kinds)
         return LevelShape(blocks=blocks, resample=False)
 
     def up(self) -> tuple[LevelShape, ...]:
-        """The levels on the way up, the smallest size first; the last block of each takes the level's own input."""
+        """The levels on the way up, the smallest size first. A level's last skip is the input of its way-down level."""
         widths, last, levels = self.block_out_channels, len(self.block_out_channels) - 1, []
         layers: Any = self.layers_per_block
         depths: Any = self.transformer_layers_per_block
@@ -195,7 +195,7 @@ class UNetConfig:
     def _blocks(
         self, level: int, kind: str, depths: Any, inputs: Sequence[int], skips: Sequence[int]
     ) -> tuple[BlockShape, ...]:
-        """The blocks of a level, the largest level being 0, with these channels of the block before and of the skip."""
+        """The blocks of a level (the largest is 0), from the channels of each previous block and each skip."""
         heads: Any = self.num_attention_heads
         depth = depths[level] if kind.startswith("CrossAttn") else None
         depth = depth if isinstance(depth, tuple) else (depth,) * len(inputs)
@@ -216,7 +216,7 @@ class UNetConfig:
         return tuple(block for level in self.levels() for block in level.blocks)
 
     def skips(self) -> tuple[tuple[int, int], ...]:
-        """(channels, reduction) of all that the way down leaves for the way up, in order."""
+        """(channels, reduction) of all skip connections, in the order of the way down."""
         found, reduction = [(self.block_out_channels[0], 1)], 1
         for level in self.down():
             found += [(block.outputs, reduction) for block in level.blocks]
@@ -230,7 +230,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
-# Of Stable Diffusion 1 and 2, and diffusers' defaults.
+# Options of Stable Diffusion 1 and 2, and diffusers' defaults.
 SD: dict[str, Any] = {
     "in_channels": 4, "out_channels": 4, "block_out_channels": (320, 640, 1280, 1280),
     "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
@@ -255,7 +255,7 @@ PRESETS: dict[str, UNetConfig] = {
         cross_attention_dim=2048, addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
         sample_size=128, **_XL,
     ),
-    # As SD 1.5: projections by convolution, transformers on the larger sizes.
+    # Like SD 1.5: projections by convolution, transformers on the larger sizes.
     "unet-debug": UNetConfig(
         in_channels=4, out_channels=4, block_out_channels=(16, 32, 32),
         down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
@@ -263,7 +263,7 @@ PRESETS: dict[str, UNetConfig] = {
         layers_per_block=1, transformer_layers_per_block=1, num_attention_heads=2, cross_attention_dim=24,
         norm_num_groups=8, sample_size=16,
     ),
-    # As SDXL: deep transformers on the smaller sizes, a pooled condition and sizes.
+    # Like SDXL: deep transformers on the smaller sizes, a pooled condition and sizes.
     "unet-xl-debug": UNetConfig(
         block_out_channels=(16, 32),
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
@@ -275,7 +275,7 @@ PRESETS: dict[str, UNetConfig] = {
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, whose gradients under autocast are summed in float32 by ``zoo.ops.transformer``."""
+    """``F.linear``; under autocast ``zoo.ops.transformer`` sums its gradients in float32."""
     if differentiated(x, weight, bias) and kernels_run(x, weight, bias):
         low = x.to(compute_dtype(x))  # as autocast would
         if takes_low(low, weight, bias):
@@ -284,18 +284,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_linear(added: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Added [R, N] plus x [R, C] by weight [N, C], in one product; ``added`` may be overwritten."""
+    """Added [R, N] plus x [R, C] times weight [N, C], in one product. It may overwrite ``added``."""
     learns = differentiated(added, x, weight) and kernels_run(added, x, weight)
     if learns and added.dtype == x.dtype and takes_low(x, weight, None):
         return low_linear(x, weight, None, added)
     if torch.is_grad_enabled() or not added.dtype == x.dtype == weight.dtype:
         return torch.addmm(added, x, weight.t())
-    # Out of place torch 2.11 would copy `added` first.
+    # In place, since torch 2.11 would otherwise copy `added` first.
     return added.addmm_(x, weight.t())
 
 
 def product(x: Tensor, layer: nn.Linear) -> Tensor:
-    """``linear`` with a layer's tensors; a layer that was replaced or has a hook is called."""
+    """``linear`` with a layer's tensors. A layer that was replaced or has a hook is called as a module."""
     return linear(x, layer.weight, layer.bias) if is_unmodified(layer) else layer(x)
 
 
@@ -316,7 +316,7 @@ class ResnetBlock(nn.Module):
     def forward(self, x: Tensor, skip: Tensor | None, shift: Tensor) -> Tensor:
         """[B, C_in, H, W] -> [B, C_out, H, W].
 
-        A skip [B, C_skip, H, W], or None, comes from the way down; the shift [B, C_out] is the timestep's.
+        The skip [B, C_skip, H, W] or None comes from the way down. The shift [B, C_out] comes from the timestep.
         """
         weight, bias, groups, eps = self.norm1.weight, self.norm1.bias, self.groups, self.eps
         if skip is None:
@@ -355,20 +355,20 @@ class TransformerBlock(nn.Module):
         self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None, self_bias: Tensor | None = None,
         text_bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> the same.
+        """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> an image of the same shape.
 
-        Text [B, L, 2 C] holds keys and values side by side. ``ends`` are given to the only block of a transformer:
-        weight and bias of its norm, of the product before the block and of the one after it. The biases [B, 1, 1, T]
-        and [B, 1, 1, L], or None, are added to the scores of self-attention and of attention to the text.
+        Text [B, L, 2 C] holds keys and values, concatenated. ``ends`` is for a transformer of one block: weight and
+        bias of the transformer's norm, of its first product and of its last. The biases [B, 1, 1, T] and [B, 1, 1, L],
+        or None, are added to the scores of self-attention and of attention to the text.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
         batch, heads = text.shape[0], (self.heads, x.shape[1] // self.heads)
         text_out, mlp_out = self.text_out, self.mlp_out
-        # The bias of a product is added with the norm before it, unless the layer has to be called.
+        # The norm before a product adds the product's bias, unless the layer must be called as a module.
         text_bias_ahead, mlp_bias_ahead = is_unmodified(text_out), is_unmodified(mlp_out)
         normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
-        # One unbind, whose backward is one stack of the three gradients.
+        # The backward of one unbind is one stack of the three gradients.
         q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
         attended = product(short_attention(q, k, v, self_bias), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
@@ -394,14 +394,14 @@ class TransformerBlock(nn.Module):
 
 
 def enter(image: Tensor, ends: Sequence[Any], groups: int) -> Tensor:
-    """Image [B, C, H, W] -> its normed rows after a product [R, C]."""
+    """Norm the image [B, C, H, W] and multiply its rows: [R, C]."""
     norm_weight, norm_bias, weight, bias, *_ = ends
     rows = to_rows(group_norm(image, None, norm_weight, norm_bias, groups, ENTRY_EPS, False))
     return linear(rows, weight.flatten(1), bias)
 
 
 def leave(rows: Tensor, image: Tensor, ends: Sequence[Any]) -> Tensor:
-    """Rows [R, C] and the image before [B, C, H, W] -> the image plus a product of the rows."""
+    """Multiply rows [R, C] and add the transformer's input image [B, C, H, W]."""
     *_, weight, bias = ends
     rows = linear(rows, weight.flatten(1), bias)
     return to_images(torch.add(rows, to_rows(image)), image)
@@ -416,13 +416,13 @@ class Transformer(nn.Module):
         assert shape.depth is not None
         self.groups = config.norm_num_groups
         self.norm = nn.GroupNorm(self.groups, width, eps=ENTRY_EPS)
-        # Products over pixels either way; the checkpoint decides how many dimensions the weight has.
+        # Both are products over pixels. The checkpoint decides the weight's number of dimensions.
         self.proj_in = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
         self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
 
     def forward(self, x: Tensor, texts: Sequence[Tensor], *biases: Tensor | None) -> Tensor:
-        """[B, C, H, W], keys and values [B, L, 2 C] for each block, and both biases of scores -> [B, C, H, W]."""
+        """X [B, C, H, W], keys and values [B, L, 2 C] per block, and both score biases -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
@@ -435,16 +435,16 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Inputs of a level's blocks, without the image."""
+    """Inputs of a level's blocks, apart from the image."""
 
     shifts: Sequence[Tensor]  # [B, C] for each resnet block
-    texts: Sequence[Sequence[Tensor]]  # for each, keys and values [B, L, 2 C] for all transformer blocks after it
+    texts: Sequence[Sequence[Tensor]]  # per resnet block: keys and values [B, L, 2 C] of its transformer's blocks
     self_bias: Tensor | None  # [B, 1, 1, T], added to scores of self-attention
     text_bias: Tensor | None  # [B, 1, 1, L], added to scores of attention to the text
 
 
 class Level(nn.Module):
-    """Resnet blocks of one size, some followed by a transformer, and what halves or doubles the size after them."""
+    """Resnet blocks of one size, some followed by a transformer, then a layer that halves or doubles the size."""
 
     def __init__(self, config: UNetConfig, shape: LevelShape) -> None:
         super().__init__()
@@ -458,9 +458,9 @@ class Level(nn.Module):
         self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample and up else None
 
     def forward(self, x: Tensor, conditioning: Conditioning, skips: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """[B, C_in, H, W] -> the outputs of all blocks [B, C_out, H, W], and the smaller one [B, C_out, H/2, W/2].
+        """X [B, C_in, H, W] -> outputs of all blocks [B, C_out, H, W], then the halved one [B, C_out, H/2, W/2].
 
-        With a skip [B, C_skip, H, W] for each block, on the way up, the last output alone, of [2 H, 2 W] pixels.
+        On the way up, with a skip [B, C_skip, H, W] per block: only the last output, doubled to [2 H, 2 W] pixels.
         """
         outputs = []
         for index, (resnet, transformer) in enumerate(zip(self.resnets, self.transformers, strict=True)):

@@ -1,7 +1,7 @@
-"""From and to diffusers' ``UNet2DConditionModel``, and checkpoints in its format; the library is imported when used.
+"""From and to diffusers' ``UNet2DConditionModel``, and checkpoints in its format. Diffusers is imported on first use.
 
-Their queries, keys and values of self-attention are rows of one tensor here, and so are keys and values of all
-cross-attentions, and all blocks' products with the timestep.
+The zoo concatenates weights into one tensor for: queries, keys and values of a self-attention; keys and values of all
+cross-attentions; all blocks' products with the timestep.
 """
 
 import copy
@@ -21,7 +21,7 @@ from zoo.weights import Placement, Table, WeightMap, refuse_changed, unsupported
 
 CLASS = "UNet2DConditionModel"
 _WHOSE = f"diffusers' {CLASS}"
-# {theirs: ours} of modules that are the same in both.
+# {diffusers' name: the zoo's name} of modules that are equal in both.
 _ENDS = {
     "conv_in": "conv_in",
     "conv_norm_out": "norm_out",
@@ -40,11 +40,11 @@ _BLOCK = {
     "attn2.to_out.0": "text_out", "ff.net.0.proj": "mlp_in", "ff.net.2": "mlp_out",
 }  # fmt: skip
 
-# Options of theirs that are ours by the same name.
+# Options with the same name in diffusers and the zoo.
 _SAME = tuple(field.name for field in dataclasses.fields(UNetConfig) if field.name != "num_attention_heads")
-# Diffusers' defaults for options that a config.json leaves out, where the zoo has none.
+# Diffusers' defaults for options that a config.json omits and that have no default in the zoo.
 _THEIR_DEFAULTS: dict[str, Any] = {**SD, "attention_head_dim": 8, "cross_attention_dim": 1280}
-# Options without a choice, and the values that stand for what the zoo computes.
+# Diffusers' options that the zoo lacks, and their values that agree with the zoo.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "mid_block_type": ("UNetMidBlock2DCrossAttn",), "only_cross_attention": (False,),
     "mid_block_only_cross_attention": (None, False), "mid_block_scale_factor": (1,), "resnet_out_scale_factor": (1.0,),
@@ -72,8 +72,8 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
     given = {**_THEIR_DEFAULTS, **theirs}
     width = given["cross_attention_dim"]
     if isinstance(width, (list, tuple)) and len(set(width)) == 1:
-        given["cross_attention_dim"] = width[0]  # of each level; there is one text for all
-    # Their attention_head_dim counts heads, an old mistake that checkpoints rely on.
+        given["cross_attention_dim"] = width[0]  # one value per level, all equal: levels share one text
+    # Diffusers' attention_head_dim is the number of heads: an old mistake that checkpoints rely on.
     heads = given["attention_head_dim"]
     return UNetConfig(num_attention_heads=heads, **{name: given[name] for name in _SAME if name in given})
 
@@ -84,19 +84,19 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
     options["attention_head_dim"] = config.num_attention_heads
     for name in ("layers_per_block", "transformer_layers_per_block", "attention_head_dim"):
         if len(set(options[name])) == 1 and not isinstance(options[name][0], tuple):
-            options[name] = options[name][0]  # as most checkpoints have it
+            options[name] = options[name][0]  # as in most checkpoints
     return options
 
 
 def table(config: UNetConfig) -> Table:
-    """{theirs: ours}; {} stands for an index."""
+    """{diffusers' name: the zoo's name}; {} stands for an index."""
     names: dict[str, str | Placement] = {**_ENDS}
     counts = range(len(config.block_out_channels))
     levels = [
         *((f"down_blocks.{number}", f"down.{number}") for number in counts), ("mid_block", "middle"),
         *((f"up_blocks.{number}", f"up.{number}") for number in counts),
     ]  # fmt: skip
-    shift = text = 0  # the next row of all shifts, and of all keys and values of the text
+    shift = text = 0  # the next free row of the shifts, and of the text's keys and values
     for (their_level, our_level), level in zip(levels, config.levels(), strict=True):
         for index, shape in enumerate(level.blocks):
             theirs, ours, width = f"{their_level}.resnets.{index}", f"{our_level}.resnets.{index}", shape.outputs
@@ -133,15 +133,15 @@ def write_config(config: UNetConfig, dtype: torch.dtype, folder: Path) -> None:
 
 
 def find_weights(preset: str, weights: Any) -> Path:
-    """The file or folder of weights; of a pipeline's folder or hub id its UNet's."""
-    # A pipeline's repository also has single files that are as large as its UNet.
+    """The file or folder of weights; for a pipeline's folder or hub id the weights of its UNet."""
+    # A pipeline's repository also has other single files, as large as its UNet.
     path = locate(weights, [f"{folder}{name}" for folder in ("unet/", "") for name in _FILES])
     inner = path / "unet"
     return inner if inner.is_dir() else path
 
 
 def config_of(module: nn.Module) -> UNetConfig:
-    """The configuration of a diffusers model; NotImplementedError if it is no UNet of theirs, ValueError if changed."""
+    """The configuration of a diffusers model. NotImplementedError if it is not a UNet, ValueError if it was changed."""
     theirs = upstream("diffusers").UNet2DConditionModel
     if not isinstance(module, theirs):
         raise NotImplementedError(f"{type(module).__name__} is not a diffusers UNet2DConditionModel")
@@ -179,12 +179,12 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
 
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors by the names that they have without adapters, with active adapters merged into them."""
+    """All tensors by their names without adapters, with active adapters merged."""
     own = ((name, tensor) for name, tensor in module.named_parameters() if ".lora_" not in name)
     tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): tensor for name, tensor in own}
     for name, child in module.named_modules():
         if hasattr(child, "get_base_layer"):  # peft has put adapters on this layer
-            # A merged layer uses what is merged alone, unless its adapters are off.
+            # A merged layer applies only its merged adapters, unless adapters are disabled.
             layer: Any = copy.deepcopy(child)
             if layer.disable_adapters and layer.merged:
                 layer.unmerge()
@@ -198,7 +198,7 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
-    finish=lambda module: module.to(memory_format=torch.contiguous_format),  # ours are in channels_last
+    finish=lambda module: module.to(memory_format=torch.contiguous_format),  # the zoo's weights are in channels_last
     tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
     use_fields=("sample_size", "upcast_attention", "dropout"),
 )  # fmt: skip

@@ -4,12 +4,12 @@
                    └──── skips ──────┴───────────────────────────────────────┴───────────────┘
     timestep ─▶ shifts of all resnet blocks            text ─▶ keys and values of all cross-attentions
 
-Shifts, keys and values do not depend on the sample: each is one product for all blocks, and may be computed once for a
-whole run. Convolutions that halve and double are library calls between the regions. Activations are in channels_last.
+Shifts, keys and values do not depend on the sample. Each is one product for all blocks, and can be computed once for a
+whole run. The convolutions that halve and double are library calls between the regions. Activations are channels_last.
 
-Shape legend: B images, C channels, H height, W width, L tokens of the text, D its width, K channels of all its keys and
-values, E width of the embedded timestep, S channels of all shifts, X width of the pooled text, Y sizes, F width of
-``timestep_cond``.
+Shape legend: B images, C channels, H height, W width, L tokens of the text, D its width, K channels of all keys and
+values of the text, E width of the embedded timestep, S channels of all shifts, X width of the pooled text, Y sizes, F
+width of ``timestep_cond``.
 """
 
 import math
@@ -37,7 +37,7 @@ class Embedding(nn.Module):
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> Tensor:
-        """[..., I], and a condition [..., F] of models that take one -> [..., E]."""
+        """X [..., I], plus a condition [..., F] in models that take one -> [..., E]."""
         if cond is not None:
             assert self.cond_proj is not None
             x = x + self.cond_proj(cond)
@@ -60,8 +60,8 @@ class Conditions(nn.Module):
     def forward(self, timesteps: Tensor, added: Mapping[str, Tensor] | None, cond: Tensor | None) -> Tensor:
         """Embed timesteps [B], [1] or, for a whole run, [steps, 1]: [B, E], [1, E] or [steps, B, E].
 
-        ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is [B, F], for models that take
-        them.
+        For models that take them, ``added`` holds ``text_embeds`` [B, X] and ``time_ids`` [B, Y], and ``cond`` is
+        [B, F].
         """
         config, dtype = self.config, self.time_embedding.linear_1.weight.dtype
         options = config.flip_sin_to_cos, config.freq_shift
@@ -75,9 +75,9 @@ class Conditions(nn.Module):
 
 
 class TimeProjections(nn.Module):
-    """The products of all resnet blocks with the embedded timestep, in the order of the blocks, as one.
+    """The projections of the embedded timestep for all resnet blocks, in their order, as one product.
 
-    The bias of each block's first convolution is part of its shift.
+    A block's shift includes the bias of its first convolution.
     """
 
     def __init__(self, width: int, channels: Sequence[int]) -> None:
@@ -97,7 +97,7 @@ class TimeProjections(nn.Module):
 
 
 class TextProjections(nn.Module):
-    """Keys and values of all cross-attentions, in the order of their blocks, as one product."""
+    """Keys and values of all cross-attentions, in the order of the blocks, as one product."""
 
     def __init__(self, width: int, channels: Sequence[int]) -> None:
         super().__init__()
@@ -106,21 +106,21 @@ class TextProjections(nn.Module):
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 
     def forward(self, text: Tensor) -> Tensor:
-        """[B, L, D] -> [B, L, K]: keys, then values, of one block after the other."""
+        """[B, L, D] -> [B, L, K]: keys, then values, block after block."""
         return linear(text, self.weight)
 
 
 def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: int) -> Tensor:
-    """[...] -> [..., width] in float32, of float64 in that: sines and cosines of falling frequencies."""
+    """Sines and cosines of falling frequencies: [...] -> [..., width] in float32, or in float64 for float64 input."""
     half = width // 2
-    # In the order in which diffusers rounds: half an ulp of a frequency is many of the angle of a late timestep.
+    # Rounded in diffusers' order: half an ulp of a frequency becomes many ulps in the angle of a late timestep.
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
     angles = values[..., None] * torch.exp(exponents / (half - freq_shift))
     joined = torch.cat([angles.cos(), angles.sin()] if cosines_first else [angles.sin(), angles.cos()], dim=-1)
     return F.pad(joined, (0, 1)) if width % 2 else joined
 
 
-# Stable Diffusion has 14 + 4 + 1: a level's blocks differ in the width of their skip connection.
+# Stable Diffusion has 14 + 4 + 1 graphs, since blocks of a level differ in the width of their skip connection.
 REGIONS = (
     Region(ResnetBlock, graphs=15, why="norms, convolutions and residual of a block, a graph for each shape"),
     Region(TransformerBlock, graphs=4, why="attention, MLP and norms of a block, a graph for each shape at any depth"),
@@ -129,13 +129,13 @@ REGIONS = (
 
 
 class TimeShifts(NamedTuple):
-    """The timesteps' shifts of all resnet blocks, [B, S] or [1, S] for all rows; ``UNet.time_shifts`` makes it."""
+    """The timesteps' shifts of all resnet blocks, [B, S], or [1, S] for all rows. From ``UNet.time_shifts``."""
 
     shifts: Tensor
 
 
 class TextKeysValues(NamedTuple):
-    """Keys and values [B, L, K] of a condition in every cross-attention; ``UNet.text_keys_values`` makes it."""
+    """Keys and values [B, L, K] of a condition for all cross-attentions. From ``UNet.text_keys_values``."""
 
     keys_values: Tensor
 
@@ -147,9 +147,9 @@ class UNetOutput(NamedTuple):
 
 
 class UNet(nn.Module):
-    """Predicts the noise, or what it was trained on, in a sample, given a timestep and a text; of a ``UNetConfig``.
+    """Predicts the noise (or another training target) of a sample from a timestep and a text; of a ``UNetConfig``.
 
-    Takes the place of diffusers' ``UNet2DConditionModel`` in its pipelines.
+    Replaces diffusers' ``UNet2DConditionModel`` in diffusers' pipelines.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -184,7 +184,7 @@ class UNet(nn.Module):
 
     @property
     def add_embedding(self) -> Embedding | None:
-        """The embedding of the pooled condition and sizes; pipelines read its width."""
+        """The embedding of the pooled condition and the sizes; pipelines read its width."""
         return self.conditions.add_embedding
 
     def load_lora_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -205,9 +205,9 @@ class UNet(nn.Module):
     ) -> UNetOutput:  # fmt: skip
         """Predict: ``UNetOutput(sample)`` of [B, C_out, H, W].
 
-        Timestep and text may be given as what ``time_shifts`` and ``text_keys_values`` made of them: in a run of many
-        steps they are computed once. A number as timestep is copied to the device, which an outer CUDA graph cannot do;
-        a tensor there is not.
+        Timestep and text may be results of ``time_shifts`` and ``text_keys_values``, so that a run of many steps
+        computes them once. A Python number as timestep is copied to the device, which an outer CUDA graph cannot do; a
+        tensor on the device needs no copy.
 
         Args:
             sample: [B, C_in, H, W], in any memory format; H and W divisible by ``config.reduction``.
@@ -215,15 +215,15 @@ class UNet(nn.Module):
             encoder_hidden_states: [B, L, D]; or ``TextKeysValues``.
             class_labels: Not supported.
             timestep_cond: [B, F] with ``config.time_cond_proj_dim``.
-            attention_mask: [B, T], 0 for pixels that none sees in self-attention; for models with transformers of one
-                size, T pixels, alone.
-            cross_attention_kwargs: Nothing but ``{"scale": 1.0}``: LoRA weights are merged on conversion.
+            attention_mask: [B, T], 0 for pixels that self-attention ignores; only for models whose transformers all
+                have the same T pixels.
+            cross_attention_kwargs: Only ``{"scale": 1.0}``: LoRA weights are merged on conversion.
             added_cond_kwargs: ``text_embeds`` [B, X] and ``time_ids`` [B, Y] with ``addition_embed_type``.
-            down_block_additional_residuals: Of a ControlNet, added to the skip connections, one for each.
-            mid_block_additional_residual: Of a ControlNet, added after the middle.
+            down_block_additional_residuals: ControlNet residuals, one per skip connection, added to it.
+            mid_block_additional_residual: ControlNet residual, added after the middle.
             down_intrablock_additional_residuals: Not supported.
-            encoder_attention_mask: [B, L], 0 for tokens of the condition that are not seen.
-            return_dict: Either way the result is a tuple with a name in it.
+            encoder_attention_mask: [B, L], 0 for tokens of the condition that attention ignores.
+            return_dict: No effect: the result is always a named tuple.
 
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs.
@@ -253,7 +253,7 @@ class UNet(nn.Module):
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
-        # The middle's input is the last skip without a ControlNet's residual.
+        # The middle's input is the last skip, without the ControlNet's residual.
         x = self.middle(skips[-1], conditioning[len(self.down)])[-1]
         if down_block_additional_residuals is not None:
             skips = [skip + added for skip, added in zip(skips, down_block_additional_residuals, strict=True)]
@@ -269,19 +269,19 @@ class UNet(nn.Module):
         self, timesteps: Tensor, added_cond_kwargs: Mapping[str, Tensor] | None = None,
         timestep_cond: Tensor | None = None,
     ) -> TimeShifts:  # fmt: skip
-        """What timesteps, and all conditions but the text, add inside the resnet blocks; ``forward`` takes it.
+        """Shifts of the resnet blocks from timesteps and all conditions except the text; ``forward`` takes them.
 
-        Timesteps [B] or [1] give shifts [B, S] or [1, S]. Those of a whole run [steps, 1], for conditions of B rows or
-        none, give [steps, B, S] or [steps, 1, S], of which ``TimeShifts(shifts[step])`` is one step's. The conditions
-        are as ``forward`` takes them; what does not fit is a TypeError or ValueError.
+        Timesteps [B] or [1] give shifts [B, S] or [1, S]. Timesteps [steps, 1] of a whole run give [steps, B, S] for
+        conditions of B rows, else [steps, 1, S]; ``TimeShifts(shifts[step])`` is for one step. Conditions are as in
+        ``forward``. Raises TypeError or ValueError if an input does not fit.
         """
         _check_conditions(timesteps, added_cond_kwargs or {}, timestep_cond, self.config, self.device)
         return TimeShifts(self.time_projections(self.conditions(timesteps, added_cond_kwargs, timestep_cond)))
 
     def text_keys_values(self, encoder_hidden_states: Tensor) -> TextKeysValues:
-        """Keys and values of a condition [B, L, D] in all cross-attentions; ``forward`` takes it.
+        """Keys and values of a condition [B, L, D] for all cross-attentions; ``forward`` takes them.
 
-        A condition that does not fit is a TypeError or ValueError.
+        Raises TypeError or ValueError if the condition does not fit.
         """
         weight, width = self.text_projections.weight, self.config.cross_attention_dim
         hint = ": the text encoder must be the one that the model was trained with"
@@ -289,10 +289,10 @@ class UNet(nn.Module):
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
     def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
-        """[B, S], [B, L, K] and masks of pixels and text -> what each level takes, in the order in which they run."""
+        """Split shifts [B, S] and keys and values [B, L, K] among levels, in running order; turn masks into biases."""
         own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
         texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
-        # As diffusers: 0 where a token is seen, and -10000 where it is not.
+        # As in diffusers: 0 for a visible token, -10000 for a masked token.
         dtype = keys_values.dtype
         biases = [None if mask is None else ((1 - mask.to(dtype)) * -10000.0)[:, None, None] for mask in masks]
         found = []
@@ -308,7 +308,7 @@ def example_inputs(
     """Normal latents and texts, and random timesteps, the same on every device.
 
     ``sample`` [B, C_in, size, size] in channels_last, ``timestep`` [B], ``encoder_hidden_states`` [B, L, D], and
-    ``added_cond_kwargs`` where the model takes them. The size is the one that the model was trained on if left out.
+    ``added_cond_kwargs`` if the model takes them. The default size is the training size.
     """
     config = model.config
     if size is None:
@@ -349,7 +349,7 @@ def _check_sample(sample: Tensor, config: UNetConfig, weight: Tensor) -> None:
 
 
 def _as_timesteps(timestep: Any, batch: int, device: torch.device) -> Tensor:
-    """A number or tensor as a tensor [1] or [B] on the device."""
+    """Convert a number or tensor to a tensor [1] or [B] on the device."""
     if isinstance(timestep, bool) or not isinstance(timestep, (int, float, Tensor)):
         raise TypeError(f"timestep is {timestep!r}, expected a number, a tensor [] or [{batch}], or TimeShifts")
     if not isinstance(timestep, Tensor):
@@ -395,7 +395,7 @@ def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: T
 
 
 def _check_rows(text: Any, batch: int) -> None:
-    """Refuse a text with another number of rows than the sample, which a product would hide."""
+    """Refuse a text whose number of rows differs from the sample's; a product would hide the error."""
     if isinstance(text, Tensor) and text.dim() == 3 and len(text) != batch:
         raise ValueError(
             f"encoder_hidden_states has shape {list(text.shape)}, expected [{batch}, L, D], a row for each row of the "

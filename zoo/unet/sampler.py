@@ -1,14 +1,14 @@
-"""Sampling: from noise and a text to latents, by a step that is captured once and diffusers' solvers as tables.
+"""Sampling: from noise and a text to latents. One step is captured once, and diffusers' solvers become tables.
 
-Keys and values of the text, and what every timestep adds in the resnet blocks, are computed before the steps, which
-read their rows of these tables by an index on the device.
+Keys and values of the text, and the shifts of all timesteps, are computed before the steps. Each step reads its rows of
+these tables by an index on the device.
 
-A solver computes its next latents as a sum of latents and model outputs of this step and of a few before. So a step is
-a matrix [K, K + 1], with a row for each of the K tensors that go on to the next step.
+A solver computes the next latents as a linear combination of latents and model outputs of the current step and a few
+earlier steps. So a step is a matrix [K, K + 1], with one row for each of the K tensors passed to the next step.
 
 Shape legend: B images, R rows of the model (2 B with guidance: first without the text, then with it), L tokens of the
 text, D its width, X of the pooled text, Y sizes, C channels, H height, W width, N steps, K tensors that a step passes
-on to the next, the latents first, S channels of all shifts, V values of a probe.
+to the next step (the latents first), S channels of all shifts, V values of a probe.
 """
 
 import math
@@ -27,21 +27,21 @@ from zoo.unet.model import TextKeysValues, TimeShifts, UNet
 
 # A step costs K² passes over the latents.
 MOST_KEPT = 16
-# Random values on which the shares of a solver's step must agree with the solver.
+# Number of random values on which the recovered coefficients must agree with the solver.
 _TRIALS = 8
-# Options of diffusers' schedulers for which a step may be no sum, and values of the last for which it is one.
+# Scheduler options that can make a step nonlinear, and the values of the last option that keep it linear.
 _NO_SUM = ("clip_sample", "thresholding", "rescale_betas_zero_snr", "algorithm_type")
 _SUMS = ("dpmsolver", "dpmsolver++")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """All steps of a run; ``make_schedule`` reads one from a scheduler of diffusers."""
+    """All steps of a run. ``make_schedule`` reads one from a diffusers scheduler."""
 
-    timesteps: Tensor  # [N], the timestep that the model gets in each step
+    timesteps: Tensor  # [N], the model's timestep in each step
     input_scales: Tensor  # [N], factors of the latents before the model
-    # [N, K, K + 1]: row k of a step's matrix are the shares of the latents, of the K - 1 tensors that are remembered,
-    # and of the model's output, in the k-th tensor of the next step.
+    # [N, K, K + 1]: row k of a step's matrix holds the coefficients of the latents, the K - 1 remembered tensors and
+    # the model's output in the k-th tensor of the next step.
     transitions: Tensor
     noise_scale: float  # standard deviation of the latents at the start
 
@@ -52,14 +52,14 @@ class Schedule:
 
     @property
     def kept(self) -> int:
-        """Tensors that go from step to step: K."""
+        """Tensors passed from step to step: K."""
         return self.transitions.shape[1]
 
 
 def make_schedule(scheduler: Any, steps: int) -> Schedule:
-    """The steps that a scheduler of diffusers takes, as tables on the CPU; the scheduler stays as it is.
+    """The steps of a diffusers scheduler, as tables on the CPU; the scheduler is not changed.
 
-    Its steps must be sums: no clipping, no thresholding, no fresh noise. ``steps`` is diffusers'
+    Its steps must be linear: no clipping, no thresholding, no fresh noise. ``steps`` is diffusers'
     ``num_inference_steps``; some solvers run the model more often. TypeError or ValueError if the scheduler or the
     number of steps is not supported.
     """
@@ -69,7 +69,7 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
             f"scheduler is a {name}; the zoo takes diffusers' schedulers of Stable Diffusion's noise, as DDIMScheduler "
             "and EulerDiscreteScheduler"
         )
-    # A scheduler that draws noise draws it from the global state, before it is refused.
+    # A scheduler with noise draws from the global random state before it is refused.
     with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # numpy's, of schedulers that hand it tensors
         theirs = type(scheduler).from_config(scheduler.config)
@@ -77,7 +77,7 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
         if not validate.is_count(steps) or steps > total:
             raise ValueError(f"steps is {steps!r}, expected an integer from 1 to {total}")
         theirs.set_timesteps(steps)
-        # In float64 the tables, which diffusers made in float32, are as exact as before, and sums of them more so.
+        # Diffusers makes its tables in float32. The cast to float64 makes their sums more exact.
         for key, value in vars(theirs).items():
             if isinstance(value, Tensor) and value.dtype == torch.float32:
                 setattr(theirs, key, value.double())
@@ -101,14 +101,14 @@ def make_schedule(scheduler: Any, steps: int) -> Schedule:
 
 
 def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Factors of the model's input [N], and shares [N, N] of all steps' latents and outputs in each step's result."""
-    # Every step gets latents and an output of its own, each with a 1 where all others have a 0.
+    """Factors of the model's input [N], and coefficients [N, N] of all latents and outputs in each step's result."""
+    # Every step gets its own unit vectors as latents and as output.
     steps = len(theirs.timesteps)
     unit = torch.eye(2 * steps, dtype=torch.float64)
     trials = 3 * torch.randn(2 * steps, _TRIALS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     given = torch.cat([unit, trials], dim=1)[:, None, None]  # [2 N, 1, 1, V]: images of one channel
     if hasattr(theirs, "set_begin_index"):
-        theirs.set_begin_index(0)  # otherwise it looks for its place by the timestep, of which there may be two
+        theirs.set_begin_index(0)  # otherwise it searches the timestep, which may occur twice
     one, scales, returned = torch.ones(1, 1, dtype=torch.float64), [], []
     for step, timestep in enumerate(theirs.timesteps):
         scales.append(float(theirs.scale_model_input(one, timestep)))
@@ -116,7 +116,7 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
         returned.append(after.double().flatten())
     results = torch.stack(returned)
     shares, tried = results[:, : 2 * steps], results[:, 2 * steps :]
-    if not (shares @ trials - tried).abs().max() <= 1e-4 * results.abs().max():  # nor if one is NaN
+    if not (shares @ trials - tried).abs().max() <= 1e-4 * results.abs().max():  # `not <=` also catches NaN
         values = ((key, theirs.config.get(key)) for key in _NO_SUM)
         options = ", ".join(f"{key}={value!r}" for key, value in values if value and value not in _SUMS)
         having, remedy = (f" with {options}", "switch that off, or take") if options else ("", "take")
@@ -128,12 +128,12 @@ def _probe(theirs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
-    """Shares [N, N] twice -> transitions [N, K, K + 1], over the latents of as many steps as matter, and the outputs.
+    """Coefficients of latents and of outputs, [N, N] each -> transitions [N, K, K + 1] over the steps that matter.
 
-    Columns are the latents of this step, of the one before and so on, then outputs from the oldest to this step's.
+    Columns are latents from this step back to the oldest, then outputs from the oldest to this step.
     """
     steps, both = len(of_latents), (of_latents, of_outputs)
-    # The longest lag of a share that is not zero.
+    # The longest lag of a nonzero coefficient.
     latents, outputs = (1 + max((i - j for i, j in shares.nonzero().tolist()), default=0) for shares in both)
     kept = latents + outputs - 1
     matrices = torch.zeros(steps, kept, kept + 1, dtype=torch.float64)
@@ -147,18 +147,18 @@ def _matrices(of_latents: Tensor, of_outputs: Tensor) -> Tensor:
 
 
 class DenoiseState:
-    """What a step reads and writes, in memory that never moves, for runs of at most N steps."""
+    """Inputs and outputs of a step, at fixed addresses, for runs of at most N steps."""
 
     def __init__(self, shape: tuple[int, ...], kept: int, steps: int, shifts: Tensor, keys_values: Tensor) -> None:
         exact = torch.float64 if shifts.dtype == torch.float64 else torch.float32
         with shifts.device:
-            self.tracks = torch.zeros(kept, *shape, dtype=exact)  # latents, then what the solver remembers
+            self.tracks = torch.zeros(kept, *shape, dtype=exact)  # latents, then the solver's remembered tensors
             self.input_scales = torch.zeros(steps, dtype=exact)
             self.transitions = torch.zeros(steps, kept, kept + 1, dtype=exact)
             self.shifts = torch.zeros(steps, *shifts.shape[1:], dtype=shifts.dtype)  # [N, R or 1, S]
             self.keys_values = torch.zeros_like(keys_values)  # [R, L, 2 × channels of all cross-attentions]
             self.guidance = torch.zeros((), dtype=exact)
-            self.step = torch.zeros(1, dtype=torch.int64)  # the step to come
+            self.step = torch.zeros(1, dtype=torch.int64)  # index of the next step
 
     def fits(self, schedule: Schedule, shifts: Tensor, keys_values: Tensor) -> bool:
         """True if a run has these shapes, or fewer steps."""
@@ -167,7 +167,7 @@ class DenoiseState:
         return alike and schedule.kept == len(self.tracks) and schedule.steps <= len(self.input_scales)
 
     def begin(self, schedule: Schedule, noise: Tensor, shifts: Tensor, keys_values: Tensor, guidance: float) -> None:
-        """Copy a run in. A captured step reads all of it from here."""
+        """Copy the inputs of a run into the state, from which a captured step reads them."""
         steps = schedule.steps
         self.transitions[:steps].copy_(schedule.transitions)
         self.input_scales[:steps].copy_(schedule.input_scales)
@@ -181,7 +181,7 @@ class DenoiseState:
 
 
 def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
-    """Run the model on the latents and move on to the next step's; all reads and writes are of ``state``."""
+    """Run the model on the latents and compute the next latents. Reads and writes only ``state``."""
     index = state.step
     sample = (state.tracks[0] * state.input_scales.index_select(0, index)).to(model.dtype)
     shifts = TimeShifts(state.shifts.index_select(0, index)[0])
@@ -193,24 +193,24 @@ def denoise_step(model: UNet, state: DenoiseState, guided: bool) -> None:
     shares = state.transitions.index_select(0, index)[0]
     moved = shares[:, :, None, None, None, None] * torch.cat([state.tracks, output[None]])
     state.tracks.copy_(moved.sum(1))
-    # Warm-up runs before a capture may be more than the steps.
+    # Modulo, since warm-up runs before a capture may outnumber the steps.
     index.add_(1).remainder_(len(state.input_scales))
 
 
 class Sampler:
-    """Makes latents of texts with a UNet and a schedule; compile the model's regions before the first call.
+    """Generates latents from texts with a UNet and a schedule. Compile the model's regions before the first call.
 
-    The first call captures a step. Later calls copy their texts, seeds, guidance and schedules in and replay it. A call
-    of other shapes (texts of another length, guidance or none, more steps than before, a solver that remembers another
-    number of tensors) captures a new step in place of the old one.
+    The first call captures a step. Later calls copy their inputs (texts, seeds, guidance, schedules) and replay it. A
+    call with other shapes (another text length, guidance switched on or off, more steps than before, a solver that
+    remembers another number of tensors) captures a new step, which replaces the old one.
 
     Args:
         model: A UNet of the zoo.
-        schedule: From ``make_schedule``, for calls that bring no other.
+        schedule: From ``make_schedule``, the default of calls.
         shape: [B, C, H, W] of the latents: for an image of 512 × 512 pixels Stable Diffusion has [1, 4, 64, 64].
-        guidance_scale: How far to go from the output without the text past the one with it; up to 1 the model runs on
-            the text alone.
-        cuda_graph: Run steps as a CUDA graph; left out, where there is a GPU.
+        guidance_scale: Factor of the difference between the outputs with and without the text, added to the latter.
+            Up to 1 the model runs only with the text.
+        cuda_graph: Run steps as a CUDA graph; by default on a GPU.
 
     Raises:
         TypeError, ValueError: If model, schedule or a size does not fit.
@@ -240,19 +240,19 @@ class Sampler:
         negative_added: Mapping[str, Tensor] | None = None, latents: Tensor | None = None, seed: int = 0,
         schedule: Schedule | None = None, guidance_scale: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """Run all steps: latents [B, C, H, W] float32, for a VAE once divided by its scaling factor.
+        """Run all steps: latents [B, C, H, W] float32. Divide them by a VAE's scaling factor before decoding.
 
-        They are on the model's device, which may still be at work on them.
+        They are on the model's device, which may still be computing them.
 
         Args:
-            text: [B, L, D], or [1, L, D] for all images alike.
-            negative: The same of what guidance leads away from, with it the encoding of an empty text at least.
+            text: [B, L, D], or [1, L, D] for all images.
+            negative: Text of the same shape that guidance leads away from; required with guidance, may encode "".
             added: ``text_embeds`` [B, X] and ``time_ids`` [B, Y], or [1, ...], for models that take them.
             negative_added: The same for ``negative``.
-            latents: [B, C, H, W], noise of standard deviation 1 to start from, in place of the seed's.
-            seed: Of the noise, drawn on the host: the same on every device. The global random state is not used.
-            schedule: In place of the sampler's.
-            guidance_scale: In place of the sampler's.
+            latents: [B, C, H, W], initial noise of standard deviation 1; replaces the seed's noise.
+            seed: Seed of the noise, drawn on the host: the same on every device. The global random state is not used.
+            schedule: Replaces the sampler's.
+            guidance_scale: Replaces the sampler's.
 
         Raises:
             TypeError, ValueError: If an input is missing or does not fit, before any step runs.
@@ -280,7 +280,7 @@ class Sampler:
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
                 steps = schedule.steps if state is None else max(schedule.steps, len(state.input_scales))
-                # Frees the memory of the step that was captured before.
+                # Frees the memory of the previously captured step.
                 self._state = self._step = state = None
                 state = DenoiseState(self.shape, schedule.kept, steps, shifts, keys_values)
                 state.begin(schedule, latents, shifts, keys_values, scale)
@@ -295,7 +295,7 @@ class Sampler:
         return state.tracks[0].clone()
 
     def _joined(self, sides: Mapping[str, Any], names: str, sizes: Mapping[str, int]) -> Tensor:
-        """[R, ...] of both sides of guidance, each [B, ...] or [1, ...] with dimensions of these names behind."""
+        """Join both sides of guidance, each [B, ...] or [1, ...] with trailing dimensions ``names``: [R, ...]."""
         rows: list[Tensor] = []
         for name, given in sides.items():
             shapes = f"{self.shape[0]} {names} | 1 {names}"
