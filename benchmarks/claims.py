@@ -40,10 +40,10 @@ HEAD = ("it says", "of", "race", "measured", "claimed", "so")
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that a claim says: which figure of which arms lies between ``low`` and ``high`` in which races.
+    """One statement of a claim: a figure of some arms lies between ``low`` and ``high`` in some races.
 
-    A race is named by family, model, input, workload, dtype and device. With ``mean`` the claim speaks of the geometric
-    mean of all races. ``arms`` are the arm, and the one that it is held against where the figure compares two.
+    Family, model, input, workload, dtype and device name a race. With ``mean`` the claim is about the geometric mean of
+    all races. ``arms`` is the arm and, if the figure compares two arms, its reference.
     """
 
     says: str
@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim in the words of those who repeat it; ``not_here`` says what of it is not measured, and why."""
+    """A claim in its common wording; ``not_here`` says which part is not measured, and why."""
 
     number: int
     theme: str
@@ -125,7 +125,7 @@ def known_claims() -> dict[int, Claim]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with the ends of its range, the race's noise included, and as text with what it was made from."""
+    """A figure, its range including the race's noise, and a text that also names its inputs."""
 
     low: float
     value: float
@@ -173,7 +173,7 @@ def _first_call(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
 
 
 def _error(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
-    """Its error over eager's own, or over the dtype's rounding where eager has less."""
+    """The arm's error over eager's error, or over the dtype's rounding if that is larger."""
     check = arm.result.check
     if check is None or check.error is None or check.eager_error is None:
         return None
@@ -187,7 +187,7 @@ def _recompiles(race: MeasuredRace, arm: MeasuredArm) -> Figure | None:
     return None if figures is None else _exact(len(figures.recompiles), str(len(figures.recompiles)))
 
 
-# By the name in claims.toml: the figure in words before its arms, its unit, and how it is measured.
+# {name in claims.toml: (the figure in words, its unit, the function that measures it)}.
 FIGURES: dict[str, tuple[str, str, Callable[..., Figure | None]]] = {
     "speed": ("", "×", _speed),
     "peak memory": ("peak memory, ", "×", _peak_memory),
@@ -204,7 +204,7 @@ FIGURES: dict[str, tuple[str, str, Callable[..., Figure | None]]] = {
 
 
 def measure(part: Part, race: MeasuredRace) -> Figure | str | None:
-    """The part's figure in this race; why there is none where an arm is broken; None where it was not measured."""
+    """The part's figure in this race; the reason as text if an arm is broken; None if it was not measured."""
     known: dict[str, MeasuredArm | Result] = {result.case.arm: result for result in race.failures}
     known |= {arm.name: arm for arm in race.arms}
     arms: list[MeasuredArm] = []
@@ -224,7 +224,7 @@ def measure(part: Part, race: MeasuredRace) -> Figure | str | None:
 
 @dataclass(frozen=True)
 class Place:
-    """A part in one race, or in the mean of several: its figure in words, ``holds``, ``fails`` or ``open``, and why."""
+    """A part in one race or in the mean of several: its figure in words, ``holds``, ``fails`` or ``open``, and why."""
 
     races: tuple[MeasuredRace, ...]
     shown: str
@@ -233,8 +233,8 @@ class Place:
 
 
 def places(part: Part, shown: Sequence[MeasuredRace]) -> list[Place]:
-    """Where the part was measured; of several rows of one race, the first with its arms on the newest torch."""
-    ranked = sorted(newest(shown), key=torch_version, reverse=True)  # stable: of one release as they are given
+    """The races that measured the part; of several rows of a race, the first with its arms on the newest torch."""
+    ranked = sorted(newest(shown), key=torch_version, reverse=True)  # stable: keeps the order within a release
     first: dict[tuple[str, ...], tuple[MeasuredRace, Figure | str]] = {}
     for wanted in part.races:
         for race in ranked:
@@ -265,7 +265,7 @@ def _place(part: Part, races: tuple[MeasuredRace, ...], measured: Figure | str) 
 
 
 def verdict(outcomes: Sequence[str]) -> str:
-    """What places say together: ``holds``, ``fails``, ``cannot be told``, in part, or that nothing was measured."""
+    """The joint verdict of places: ``holds``, ``fails``, ``cannot be told``, in part, or that nothing was measured."""
     found = set(outcomes)
     if not found:
         return NOT_MEASURED
@@ -282,9 +282,9 @@ def verdict(outcomes: Sequence[str]) -> str:
 
 
 def page(rows: Rows, claims: Mapping[int, Claim] | None = None) -> str:
-    """All claims by theme: a line for each with its verdict, and below it, folded, what was measured."""
-    # First the races that were run for a question: they have its arms, and enough rounds for it.
-    # The rows called host are of a machine that several runs shared: their noise leaves most claims open.
+    """All claims by theme: a line for each with its verdict, and below it, folded, the measurements."""
+    # First the races that were run for one question: they have its arms, and enough rounds for it.
+    # The extra rows "host" come from a machine shared by several runs: their noise leaves most claims open.
     extra = (race for race in extra_races(rows) if race.extra != "host")
     shown = (*extra, *races_of(rows))
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""What the commands share: checked options, wrong usage as one line on stderr with exit code 2, lines of progress."""
+"""Shared parts of the commands: checked options, usage errors as one line on stderr with exit code 2, progress."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ WIDTH = 80
 
 
 class UsageError(ValueError):
-    """The command cannot do what it was asked; the message says why and what to do."""
+    """The command cannot be run as given; the message says why and what to do."""
 
 
 def require_zoo() -> None:
-    """Raise UsageError with the zoo's own message where it cannot be imported, as with a torch that is too old."""
+    """Raise UsageError with the zoo's own message if it cannot be imported, as with an old torch."""
     try:
         import zoo  # noqa: F401
     except ImportError as error:
@@ -35,7 +35,7 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Values of an option that may be repeated or take a comma list, each once; UsageError if one is not known."""
+    """Values of an option that may be repeated or be a comma list, without duplicates; UsageError if one is unknown."""
     values = [value.strip() for part in given for value in part.split(",") if value.strip()]
     for value in values:
         if value not in known:
@@ -57,7 +57,7 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
     except UsageError as error:
         message = str(error)
     except Exception as error:
-        # Typer's own click, or click itself, depending on the release: both have this method.
+        # The error is from click, or from typer's copy of click, depending on the release. Both have this method.
         if not hasattr(error, "format_message"):
             raise
         message = error.format_message()
@@ -68,7 +68,7 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
 
 
 class Progress:
-    """The time left follows from the seconds planned for the whole run, and from how long things took so far."""
+    """Prints progress. The time left is estimated from the planned seconds and the pace so far."""
 
     def __init__(self, console: Console, planned: float) -> None:
         self.console, self.planned = console, max(planned, 1.0)
@@ -76,9 +76,9 @@ class Progress:
         self._began = time.monotonic()
 
     def begin(self, what: str, seconds: float) -> None:
-        """What was going on is over; this starts, planned to take ``seconds``."""
+        """End the current item and begin ``what``, planned to take ``seconds``."""
         self.done, self._current = min(self.done + self._current, self.planned), seconds
-        # The plan counts for half a minute of its own, so that the first processes do not swing the estimate.
+        # Half a minute at the planned pace is added, so that the first processes do not swing the estimate.
         pace = (time.monotonic() - self._began + 30.0) / (self.done + 30.0)
         left = f"about {words((self.planned - self.done) * pace)} left"
         line, room = f"  [{100 * self.done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
@@ -90,7 +90,7 @@ class Progress:
 
 
 def words(seconds: float) -> str:
-    """A duration for people: ``40 s``, ``3 min``."""
+    """A duration as text: ``40 s``, ``3 min``."""
     if seconds >= 90:
         return f"{round(seconds / 60)} min"
     return f"{round(seconds / 5) * 5 if seconds > 10 else max(1, round(seconds))} s"

@@ -39,7 +39,7 @@ MEMORY_CHANGE = 0.01  # an allocator's rounding moves a peak by less
 class Change:
     old: Result | None  # None for an arm that is new
     new: Result | None  # None for an arm that is gone
-    ratio: Ratio | None = None  # old time over new time, above 1 if it got faster
+    ratio: Ratio | None = None  # old time over new time, above 1 if the arm got faster
     noise: float | None = None  # the wider A/A noise floor of the two runs; None if neither ran a control
     verdict: Verdict | None = None
     notes: tuple[str, ...] = ()  # what else changed: status, graphs, breaks, recompiles, kernels, memory, error
@@ -56,7 +56,7 @@ class Change:
         return bool(self.old and self.new and self.old.status == "ok" and self.new.status != "ok")
 
     def regressed(self, bound: float) -> bool:
-        """Whether it is slower, and by more than ``bound`` (a fraction of the old time) all over its interval."""
+        """Whether the arm is slower by more than ``bound`` (a fraction of the old time) in its whole interval."""
         return self.ratio is not None and self.verdict == "slower" and self.ratio.inverse.low > 1 + bound
 
 
@@ -88,7 +88,7 @@ def compare(old: Rows, new: Rows) -> list[Change]:
 def _by_key(rows: Rows) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for result in rows.results:
-        if result.case.control:  # it serves the noise floor
+        if result.case.control:  # controls only give the noise floor
             continue
         key = result.case.key
         if key in found and _device(rows, found[key]) != _device(rows, result):
@@ -152,7 +152,7 @@ def _sizes(old: Result, new: Result) -> list[str]:
 
 
 def render(changes: Sequence[Change], console: Console) -> None:
-    """A table of the arms in both runs, race by race, with what else changed below it; then the arms in only one."""
+    """A table of the arms in both runs, race by race, then other changes; then the arms in only one run."""
     groups: dict[tuple[str, ...], list[Change]] = {}
     for change in changes:
         if change.old and change.new:
@@ -213,7 +213,7 @@ def command(
     before, after = load_run(old), load_run(new)
     try:
         changes = compare(before, after)
-    except ValueError as error:  # a sample that is no time
+    except ValueError as error:  # a sample is not a valid time
         raise UsageError(str(error)) from error
     console = Console()
     torches = [{str(rows.environment(r).get("torch")) for r in rows.results} for rows in (before, after)]

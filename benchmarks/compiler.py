@@ -1,4 +1,4 @@
-"""What the compiler did: its start-up, its caches, graphs, breaks and recompiles with reasons, seconds by phase."""
+"""Records of the compiler: start-up, caches, graphs, breaks and recompiles with reasons, seconds by phase."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ REASON_LENGTH = 400
 
 @contextmanager
 def other_cache(folder: Path) -> Iterator[None]:
-    """Compile into another folder for a while.
+    """Compile into another folder inside the block.
 
-    Inductor and Triton read the variables at every compilation and hand them on to compile workers that already run;
-    what they remember in memory is dropped on both ways.
+    Inductor and Triton read the variables at every compilation and pass them to running compile workers. Their caches
+    in memory are dropped on entry and on exit.
     """
     before = {name: os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
     os.environ.update(cache_environment(folder))
@@ -51,7 +51,7 @@ def _forget() -> None:
     if (jit := sys.modules.get("triton.runtime.jit")) is None:
         return
     for kernel in gc.get_objects():
-        if issubclass(type(kernel), jit.JITFunction):  # isinstance would make lazy objects load what they stand for
+        if issubclass(type(kernel), jit.JITFunction):  # isinstance would load lazy objects
             kernel.device_caches.clear()
 
 
@@ -63,8 +63,8 @@ def _warm_up_graph(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str, *, training: bool = False) -> float:
     """Start the compiler: compile a small graph into ``folder`` and wait for Inductor's workers. Returns seconds.
 
-    Otherwise the first compilation in a process pays for the compiler's imports, toolchain probes and worker pool. For
-    training the graph's backward is compiled too.
+    Otherwise the first compilation in a process pays for the compiler's imports, toolchain probes and worker pool. With
+    ``training`` it also compiles the graph's backward.
     """
     began = time.perf_counter()
     import torch._dynamo.utils as dynamo
@@ -85,9 +85,9 @@ def start_up(folder: Path, device: str, dtype: torch.dtype, backend: str, *, tra
 
 
 class Recorder:
-    """Counts what Dynamo and Inductor do since it was made or restarted.
+    """Counts the compilations of Dynamo and Inductor since it was created or restarted.
 
-    A frame may be compiled once for each signature of ``model``'s layers; only what goes beyond is a recompile.
+    A frame may be compiled once for each signature of ``model``'s layers; only further compilations are recompiles.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -108,7 +108,7 @@ class Recorder:
 
     @contextmanager
     def watching_signatures(self) -> Iterator[None]:
-        """Note, during eager calls, which kinds of weights and inputs each layer's code meets."""
+        """Record, during eager calls, the signatures of weights and inputs of each layer's code."""
         handles = [m.register_forward_pre_hook(self._note, with_kwargs=True) for m in self._model.modules()]
         try:
             yield
@@ -139,14 +139,14 @@ class Recorder:
             graphs=grown("stats")["unique_graphs"],
             breaks=_breaks(grown("graph_break"), records, whole=whole),
             recompiles=self._recompiles(records),
-            # A graph found by the outer cache is not looked up in the inner one, depending on the version.
+            # Depending on the version, a hit in the outer cache skips the lookup in the inner one.
             cache_hits=max(inductor["fxgraph_cache_hit"], autograd["autograd_cache_hit"]),
             cache_misses=max(inductor["fxgraph_cache_miss"], autograd["autograd_cache_miss"]),
             cache_bypasses=max(inductor["fxgraph_cache_bypass"], autograd["autograd_cache_bypass"]),
         )
 
     def late(self) -> list[str]:
-        """What was compiled since the recorder was restarted, where nothing should have been; a reason each."""
+        """Reasons of unexpected compilations since the recorder was restarted."""
         records = self._dynamo.get_compilation_metrics()[self._seen :]
         return [
             _short(f"{record.co_name}: {record.recompile_reason or 'compiled anew'}")
@@ -157,8 +157,8 @@ class Recorder:
     def _recompiles(self, records: list[Any]) -> list[str]:
         """Reasons of compilations beyond one for each signature of the layer that a frame belongs to.
 
-        Dynamo calls the second width of one class a recompile; that graph is needed. A frame that is no layer's method
-        has one signature.
+        Dynamo calls the second width of a class a recompile, though that graph is needed. A frame that is not a layer's
+        method has one signature.
         """
         frames: dict[tuple[str, int, str], list[Any]] = defaultdict(list)
         for record in records:
@@ -179,7 +179,7 @@ class Recorder:
 
 
 def _spans(cls: type[nn.Module]) -> set[tuple[str, int, int]]:
-    """File, first and last line of every method that the class runs; of torch's layers, Dynamo's frame around them."""
+    """File, first and last line of every method of a class; for torch's layers, of Dynamo's frame around them."""
     spans = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
@@ -198,8 +198,8 @@ def _span(code: CodeType) -> tuple[str, int, int]:
 def _breaks(counted: Counter[str], records: list[Any], *, whole: bool = False) -> list[str]:
     """A reason for each graph break.
 
-    Dynamo's counter misses a branch on a tensor, which the frame after it shows, and a frame that Dynamo gives up. If
-    the whole call was compiled, any further frame shows that one.
+    Dynamo's counter misses branches on tensors and frames that Dynamo skips. The frame after a branch reveals the
+    former. If the whole call was compiled, any further frame reveals the latter.
     """
     reasons = [_short(reason) for reason, count in counted.items() for _ in range(count)]
     named = [record for record in records if record.co_name is not None]  # a backward has no frame
@@ -214,7 +214,7 @@ def _breaks(counted: Counter[str], records: list[Any], *, whole: bool = False) -
 
 
 def _phases(records: list[Any]) -> dict[str, float]:
-    """Seconds by phase, none of them counted twice. Dynamo's figures are nested; these are the differences."""
+    """Seconds by phase, without double counting: differences of Dynamo's nested figures."""
 
     def total(name: str) -> float:
         return sum(getattr(record, f"{name}_us", None) or 0 for record in records) / 1e6

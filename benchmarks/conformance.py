@@ -1,9 +1,9 @@
-"""How many graphs small models of other libraries cost by regions, and by what else compiles them.
+"""Number of graphs of small models of other libraries, compiled by regions and in other ways.
 
 python -m benchmarks.conformance --model "transformers Bert"            measure one, or all without it
 python -m benchmarks.conformance --update docs/conformance.md           write what was measured into the page
 
-Nothing is timed: a backend counts the graphs and the operations in them, which compile time grows with.
+Nothing is timed: a backend counts graphs and their operations, which determine compile time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RULE = "|---|---|---|---|---|---|---|---|---|"
 
 # Small models with random weights, their inputs and the way they are used ---------------------------------------------
 
-# Numbers of images or frames: one of them is a special case of many models.
+# Numbers of images or frames. They start at two, since one is a special case in many models.
 FEW = (2, 3, 4)
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
 CAUSAL = {**TINY, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": None}
@@ -50,8 +50,8 @@ DIT = {"sample_size": 8, "patch_size": 2, "num_attention_heads": 2, "attention_h
 class Foreign:
     """A model of another library, with random weights.
 
-    ``inputs`` are those of one call at a size, a number of tokens, images, pixels or nodes, one of ``sizes``. ``loop``
-    calls the model several times, as generation or a pipeline does. ``why`` is the reason for what it loses.
+    ``inputs`` gives the inputs of one call at a size (a number of tokens, images, pixels or nodes), one of ``sizes``.
+    ``loop`` calls the model several times, like generation or a pipeline. ``why`` is the reason for its losses.
     """
 
     make: Callable[[], nn.Module]
@@ -117,14 +117,14 @@ def denoise(model: Any, inputs: Callable[[int], dict[str, Any]]) -> None:
 
 
 def decode(model: Any) -> None:
-    """Encode once and decode twice, as a pipeline does."""
+    """Encode once and decode twice, like a pipeline."""
     hidden = model.encode(torch.randn(2, 3, 16, 16)).latent_dist.mean
     for _ in range(2):
         model.decode(hidden)
 
 
 def of(library: str, name: str, inputs: Any, *args: Any, **kwargs: Any) -> Foreign:
-    """A model of a class by its name; arguments are those of the class, or of its configuration in transformers."""
+    """A model by class name; arguments are those of the class, or in transformers those of its configuration."""
     about = {key: kwargs.pop(key) for key in ("sizes", "loop", "why") if key in kwargs}
 
     def make() -> nn.Module:
@@ -235,7 +235,7 @@ MODELS: dict[str, Foreign] = {
 
 @dataclass
 class Count:
-    """A backend that counts graphs and the operations in them, and runs them as they are."""
+    """A backend that counts graphs and their operations, and runs the graphs unchanged."""
 
     graphs: int = 0
     operations: int = 0
@@ -250,7 +250,7 @@ class Count:
 
 
 def compiled(arm: str, model: Any, backend: Count) -> Any:
-    """The model, compiled by one of the arms; None where its library has no such thing for it."""
+    """The model, compiled by one of the arms; None if its library does not offer this arm."""
     if arm == OURS:
         return zoo.compile_regions(model, backend=backend)
     if arm == "torch.compile":
@@ -267,7 +267,7 @@ def compiled(arm: str, model: Any, backend: Count) -> Any:
 
 
 def call(model: Any, foreign: Foreign, size: int) -> None:
-    """A call at a size, in training with its backward."""
+    """A call at a size; in training mode also its backward."""
     outputs = model(**foreign.inputs(size))
     if model.training:
         found = [each.sum() for each in tensors_in(pytree.tree_leaves(outputs)) if each.requires_grad]
@@ -275,7 +275,7 @@ def call(model: Any, foreign: Foreign, size: int) -> None:
 
 
 def counts(foreign: Foreign, arm: str) -> dict[str, str]:
-    """Graphs and operations by column; the name of the error where a call fails."""
+    """Graphs and operations by column; the name of the error if a call fails."""
     found: dict[str, str] = {}
     at_sizes = [partial(call, foreign=foreign, size=size) for size in foreign.sizes]
     for first, last, calls in (
@@ -315,7 +315,7 @@ def row(name: str, arms: Iterable[str] = ARMS) -> str:
 
 
 def losses(line: str) -> list[str]:
-    """Where a line shows more operations than another way has, a prediction that is not met, or no region."""
+    """Entries of a line with more operations than another arm, a wrong prediction, or no region."""
     _, _, regions, _, predicted, *columns, _, _ = (cell.strip() for cell in line.split("|"))
     found = ["no region"] if regions == "none" else []
     by_column = [{arm: (int(n), int(m)) for arm, n, m in COUNT.findall(cell.replace("<br>", " "))} for cell in columns]

@@ -1,9 +1,9 @@
-"""How long a new process takes to its first result, with compiled regions in a folder and without.
+"""Time from a new process to its first result, with and without compiled regions in a folder.
 
     python -m benchmarks.deploy --family bert --model bert-base --input 32x128 --out runs/starts.jsonl
 
 The first process compiles and saves. Then the arms start in turn, each time in a new process. ``torch's cache
-artifacts`` are those of ``torch.compiler.save_cache_artifacts``, of upstream's model compiled whole. The table is
+artifacts`` come from ``torch.compiler.save_cache_artifacts`` with upstream's model compiled whole. The table is
 ``<!-- table: starts family=... -->`` of ``benchmarks.report``.
 """
 
@@ -33,7 +33,7 @@ from benchmarks.report.cells import mebibytes, significant
 from benchmarks.report.model import UPSTREAM
 from benchmarks.report.tables import markdown
 
-# (implementation, strategy, CUDA graph, source). The first one saves.
+# (implementation, strategy, CUDA graph, source). The first arm saves.
 ARMS = (
     ("zoo", "regional", False, EMPTY),
     ("zoo", "regional", False, ARTIFACTS),
@@ -100,7 +100,7 @@ def main(
             for _ in range(processes):
                 for start in starts[1:]:
                     runs.start(start)
-        finally:  # what was measured before Ctrl-C stays
+        finally:  # keeps the measurements before Ctrl-C
             store, environment = Store(out), row(facts, {})
             store.append(environment)
             for start in starts:
@@ -112,14 +112,14 @@ def main(
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts processes in a folder, and keeps what they tell."""
+    """Starts processes in a folder and keeps their reports."""
 
     folder: Path
     workload: str
     timeout: float
 
     def prepare(self, cases: Iterable[Case]) -> dict[str, Any]:
-        """Build the model of each implementation, side by side; facts of the device. UsageError if one fails."""
+        """Build the models of all implementations concurrently; returns device facts. UsageError if one fails."""
         with ThreadPoolExecutor() as threads:
             told = list(threads.map(lambda case: self._run(case, self.folder / "preparing"), cases))
         for each in told:
@@ -128,7 +128,7 @@ class Processes:
         return told[0]  # type: ignore[return-value]
 
     def start(self, start: Start) -> None:
-        """One more process of an arm; what it tells is added to the arm, or why it failed."""
+        """Start one more process of an arm, and add its report, or its failure, to the arm."""
         if start.reason:
             return
         arm = "-".join(start.case.arm.split())
@@ -175,7 +175,7 @@ class Processes:
 
 
 def tables(wanted: Mapping[str, str], rows: Rows) -> str:
-    """A table for each model and input that the options of a marker name; empty if there are no such rows."""
+    """A table for each model and input that a marker's options select; empty without matching rows."""
     found: dict[tuple[str, ...], list[Start]] = {}
     for start in rows.starts:
         environment = rows.environment(start)
@@ -187,7 +187,7 @@ def tables(wanted: Mapping[str, str], rows: Rows) -> str:
 
 
 def _table(starts: Sequence[Start], rows: Rows) -> str:
-    """One model's: medians of the processes; below, what was loaded, compiled and equal, and the command."""
+    """One model's table: medians of the processes; below it loaded, compiled and equal results, and the command."""
     case, environment = starts[0].case, rows.environment(starts[0])
     torch, commit = environment.get("torch"), str(environment.get("commit"))[:10]
     title = f"**{case.model}, {case.input}, {'training, ' if case.workload == 'train' else ''}{case.dtype}**"

@@ -1,6 +1,6 @@
-"""One start of a model, from a new process to its first result, by phases: ``benchmarks.deploy`` runs it and reads it.
+"""One start of a model by phases, from a new process to its first result. ``benchmarks.deploy`` runs this module.
 
-Nothing heavy is imported before its clock runs. The harness' own imports are a phase that the total leaves out.
+Nothing heavy is imported before the clock starts. The harness' own imports are a phase outside the total.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def prepare(asked: dict[str, Any]) -> dict[str, Any]:
-    """Write the model and its inputs to a file, which all processes of the implementation read; facts of the device."""
+    """Write model and inputs to a file, which all processes of the implementation read; returns device facts."""
     import torch
 
     from benchmarks import families, machine
@@ -60,7 +60,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     with phase("library"):
         importlib.import_module(asked["library"])
         if asked["library"] == "zoo" and device != "cpu":
-            importlib.import_module("triton")  # which its kernels need, and the harness would bring in for free
+            importlib.import_module("triton")  # timed here: the kernels need it, and the harness imports it later
     with phase("harness"):
         import zoo
         from benchmarks import families, strategies, timing
@@ -84,7 +84,7 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     ours, loss = case.impl == "zoo", None if training is None else training.loss_module
     compiled_parts = {artifacts: model} if loss is None else {artifacts: model, f"{artifacts}-loss": loss}
-    # The process that saves captures nothing. All have the optimizer of a captured step, so that its kernels are saved.
+    # The saving process captures nothing. All processes use the optimizer of a captured step, to save its kernels.
     trains = replace(case, cuda_graph=ours and device != "cpu")
     with phase("harness"):
         trainer = None if training is None else strategies.Trainer(trains, prepared)
@@ -142,13 +142,13 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _traced() -> dict[str, int]:
-    """What Dynamo and Inductor did, if they were imported at all."""
+    """Counters of Dynamo and Inductor, if they were imported."""
     if "torch._dynamo" not in sys.modules:
         return {"graphs": 0, "misses": 0}
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
-    # A kernel that is found counts as a miss and as a hit.
+    # Inductor counts a kernel that is found as a miss and as a hit.
     misses = sum(count for name, count in inductor.items() if name.endswith("_miss"))
     misses -= inductor["async_compile_cache_hit"]
     return {"graphs": counters["stats"]["unique_graphs"], "misses": misses}
@@ -156,6 +156,6 @@ def _traced() -> dict[str, int]:
 
 if __name__ == "__main__":
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the model prints is no reply
+    os.dup2(2, 1)  # keeps prints of the model out of the reply
     given = json.loads(sys.argv[1])
     print(json.dumps(start(given) if "at" in given else prepare(given)), file=replies, flush=True)

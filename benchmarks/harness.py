@@ -1,4 +1,4 @@
-"""One race: from its arms to a row for each."""
+"""One race: measures its arms and makes a row for each."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from benchmarks.cli import Progress
 
 ROUNDS_OF_A_GROUP = 1000  # round n of group g is numbered g * 1000 + n
-LEAST_ROUNDS = 5  # of a race that is stopped
-MEMORY_SHARE = 0.9  # of what is free; estimates are estimates
+LEAST_ROUNDS = 5  # fewest rounds of a stopped race that give rows
+MEMORY_SHARE = 0.9  # usable share of free memory, since estimates are imprecise
 
 
 def run_race(
@@ -40,11 +40,11 @@ def run_race(
     memory_bytes: Callable[..., int],
     peaks: Mapping[str, Any],
 ) -> None:
-    """Measure the arms of one race and hand each row to ``emit`` as it is ready; a failure is a row too.
+    """Measure the arms of one race and pass each finished row to ``emit``; a failure is also a row.
 
     ``memory_bytes`` is the workload's estimate of an arm's peak, ``peaks`` the peak rates of this device.
     """
-    # Folders of caches: its twin's for a control, one for all where arms start together.
+    # Cache folders: a control shares its twin's; arms that start together share one.
     names = ["shared" if settings.steady_only else _safe(case.key.removesuffix(" (A/A)")) for case in cases]
     arms = [ArmRun(case=case, folder=settings.scratch / name) for case, name in zip(cases, names, strict=True)]
     waiting = list(arms)
@@ -61,7 +61,7 @@ def run_race(
 
     try:
         groups = _groups(arms, settings, memory_bytes)
-        # Arms that cannot race side by side cannot get ready so either; the last group may only be what was left over.
+        # Arms that do not fit in memory together cannot start together. The last group may be smaller than that.
         at_once = min((len(group) for group in groups[:-1] or groups), default=1)
         settings = replace(settings, ahead=min(settings.ahead, max(1, at_once)))
         hand_out_failures()
@@ -78,12 +78,12 @@ def run_race(
             hand_out(arm)
     except KeyboardInterrupt:
         _finish(arms, peaks)
-        enough = min(settings.rounds, LEAST_ROUNDS)  # for a row; intervals say how few they were
+        enough = min(settings.rounds, LEAST_ROUNDS)  # fewest rounds for a row; intervals show how few there were
         for arm in arms:
             if arm.ok and arm.result.work is not None:
                 if arm.result.steady is None or len(arm.result.steady.rounds) < enough:
                     arm.fail("interrupted", f"stopped before {enough} rounds of its race")
-                hand_out(arm)  # it may lack later rounds and what is counted after them
+                hand_out(arm)  # the row may lack later rounds and the counts after them
         raise
     finally:
         for arm in arms:
@@ -99,10 +99,10 @@ def _safe(name: str) -> str:
 
 
 def _groups(arms: Sequence[ArmRun], settings: Settings, memory_bytes: Callable[..., int]) -> list[list[ArmRun]]:
-    """Groups of arms that fit in memory side by side; one arm of the first group also computes the reference output.
+    """Groups of arms that fit in memory together; one arm of the first group also computes the reference output.
 
-    Where not all fit, each group holds the reference arm again, to be paired with it, unless an arm does not fit beside
-    that either: it races alone. An arm that does not fit alone fails here, saying what it needs.
+    If not all arms fit, each group repeats the reference arm, for paired ratios. An arm that does not fit together with
+    the reference arm races alone. An arm that does not fit alone fails here, with the memory that it needs.
     """
     free = free_memory(arms[0].case.device, settings.monitor)
     needs, running = {}, {}
@@ -144,7 +144,7 @@ def _groups(arms: Sequence[ArmRun], settings: Settings, memory_bytes: Callable[.
 
 
 def _fail_controls(arms: Sequence[ArmRun]) -> None:
-    """A control without its twin measures nothing."""
+    """Fail the controls whose twin failed: alone they measure nothing."""
     by_name = {arm.case.arm: arm for arm in arms}
     for arm in arms:
         if arm.case.control and arm.ok:
@@ -173,7 +173,7 @@ def _race_group(
     progress.begin("kernel counts and profile", 1.0)
     for arm in racing:
         _count(arm)
-    # A control's curve appears nowhere, and the reference arm, which is in each group, draws its own once.
+    # A control's curve is never shown. The reference arm is in each group, and draws its curve once.
     drawing = [arm for arm in racing if not (arm.case.control or arm.result.curve)]
     if settings.curve and drawing:
         in_parallel(lambda arm: _draw(arm, settings.curve), drawing, settings.ahead)
@@ -191,12 +191,12 @@ def race(
     seed: int,
     monitor: Monitor,
 ) -> None:
-    """In every round each arm works once, alone, in an order drawn for that round.
+    """Run the rounds. In every round each arm runs once, alone, in a random order.
 
-    Before the rounds each arm measures once how many calls fill a turn. With a GPU all turns of a round run on one
-    core, drawn for it: other users of a shared machine slow some cores, and a process would stay on its own. An
-    arm that fails drops out with its reason; the others go on. Samples of the arm that is in several groups are
-    appended, under round numbers from ``first_round`` on, so that groups do not mix.
+    Before the rounds each arm measures how many calls fill a turn. With a GPU all turns of a round run on one randomly
+    drawn core: other users of a shared machine slow some cores, and a process would otherwise stay on its core. An arm
+    that fails drops out with its reason; the others continue. If an arm is in several groups, its samples are appended
+    under round numbers from ``first_round`` on, so that groups do not mix.
     """
     draw = random.Random(seed)
     for arm in arms:
@@ -215,7 +215,7 @@ def race(
 
 def _turn(arm: ArmRun, number: int, core: int | None, monitor: Monitor) -> None:
     timed = arm.ask("round", calls=arm.calls, core=core)
-    # Read right after the work and outside of it: the query itself would disturb the clocks.
+    # Read right after the timed work: a query during it would disturb the clocks.
     clock, power = (monitor.sm_clock(), monitor.power()) if arm.case.device != "cpu" else (None, None)
     steady = arm.result.steady
     assert steady is not None
@@ -247,13 +247,13 @@ def _count(arm: ArmRun) -> None:
 
 
 def _draw(arm: ArmRun, steps: int) -> None:
-    if arm.ok and arm.worker is not None and arm.worker.alive:  # a profile that failed may have ended it
+    if arm.ok and arm.worker is not None and arm.worker.alive:  # a failed profile may have ended the worker
         with failures_of(arm):
             arm.result.curve = arm.ask("curve", steps=steps)["losses"]
 
 
 def _finish(arms: Sequence[ArmRun], peaks: Mapping[str, Any]) -> None:
-    """Fill in what only the whole race, or the run, can tell."""
+    """Fill in the fields that depend on the whole race or run."""
     eager = next((a for a in arms if a.ok and a.case.impl == "upstream" and a.case.strategy_name == "eager"), None)
     for arm in arms:
         if arm.result.check is not None and eager is not None and eager.result.check is not None:

@@ -1,4 +1,4 @@
-"""Where a run was measured: device, software, commit; and a GPU's clock, power and memory while it runs."""
+"""The environment of a run: device, software, commit; and a GPU's clock, power and memory during the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def row(facts: dict[str, Any], peaks: dict[str, Any]) -> dict[str, Any]:
 
 
 def device_facts(device: str) -> dict[str, Any]:
-    """What torch says of the device and of itself. Called in a worker: it creates a context on a GPU."""
+    """Facts about the device and torch. Called in a worker, since it creates a CUDA context."""
     import torch
 
     facts: dict[str, Any] = {"device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -64,26 +64,26 @@ def device_facts(device: str) -> dict[str, Any]:
 
 
 def cache_contents() -> set[Path]:
-    """The files in this process' cache folders: what Inductor and Triton write for each kernel and each graph."""
+    """The files in this process' cache folders, which Inductor and Triton write for each kernel and each graph."""
     folders = {os.environ[name] for name in CACHE_VARIABLES if name in os.environ}
     return {file for folder in folders for file in Path(folder).rglob("*") if file.is_file()}
 
 
 def cache_environment(folder: Path) -> dict[str, str]:
-    """The variables that put every on-disk cache of the compiler under ``folder``.
+    """The environment variables that put every on-disk cache of the compiler under ``folder``.
 
-    Precompiled C++ headers are the exception: Inductor keeps one set per machine and toolchain on purpose.
+    Precompiled C++ headers are an exception: Inductor intentionally keeps one set per machine and toolchain.
     """
     return {INDUCTOR_CACHE: str(folder), TRITON_CACHE: str(folder / "triton")}
 
 
 def python_path() -> dict[str, str]:
-    """The variable with which another process finds these files."""
+    """The environment variable that lets another process import these files."""
     return {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def core_numbers() -> list[int]:
-    """The cores that this process may run on; none where the system cannot keep it on one."""
+    """The cores that this process may run on; empty if the system has no CPU affinity."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -94,12 +94,12 @@ def cores() -> int:
 def stay_on(core: int) -> None:
     """Run all threads of this process on one core."""
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it may have ended
+        with contextlib.suppress(ProcessLookupError):  # a thread may have ended
             os.sched_setaffinity(int(thread), {core})
 
 
 def _values(file: str, name: str) -> list[str]:
-    """What stands after this name in the lines of a file of /proc; nothing where there is no such file."""
+    """Values after this name in the lines of a /proc file; empty without the file."""
     path = Path(file)
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.partition(":")[2].strip() for line in lines if line.startswith(name)]
@@ -116,8 +116,8 @@ def _versions() -> dict[str, str]:
 def _commit() -> dict[str, Any]:
     """The clone's commit, and whether files that git tracks differ from it.
 
-    Where the files are a copy without that history, BENCHMARKS_COMMIT names the commit, ending in ``-dirty`` if files
-    differ from it. Both are None without either.
+    In a copy without git history, BENCHMARKS_COMMIT names the commit, with the suffix ``-dirty`` if files differ from
+    it. Without both sources the values are None.
     """
 
     def git(*arguments: str) -> str | None:
@@ -135,9 +135,9 @@ def _commit() -> dict[str, Any]:
 
 
 class Monitor:
-    """Clock, power and memory of one GPU by NVML, without a CUDA context. Every answer is None where there is none.
+    """Clock, power and memory of one GPU by NVML, without a CUDA context. Without NVML every result is None.
 
-    ``uuid`` is the device's as torch knows it; without it, or if it cannot be found, the first device is watched.
+    ``uuid`` is torch's UUID of the device. Without it, or if no device matches, the first device is monitored.
     """
 
     _SM_CLOCK = 1
@@ -180,7 +180,7 @@ class Monitor:
         return self._number("nvmlDeviceGetEnforcedPowerLimit", unit=1e-3)
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes used on the device by anybody, and free."""
+        """Bytes used on the device by all processes, and free bytes."""
         memory = self._Memory()
         if self._nvml is None or self._nvml.nvmlDeviceGetMemoryInfo(self._device, ctypes.byref(memory)) != 0:
             return None
@@ -194,7 +194,7 @@ class Monitor:
 
 
 def free_memory(device: str, monitor: Monitor) -> int | None:
-    """Bytes that a new case can have, or None if it is unknown."""
+    """Bytes available to a new case, or None if unknown."""
     if device != "cpu":
         memory = monitor.memory()
         return None if memory is None else memory[1]
@@ -203,5 +203,5 @@ def free_memory(device: str, monitor: Monitor) -> int | None:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, or as much of it as so many letters hold."""
+    """The text, truncated to ``most`` letters."""
     return text if len(text) <= most else text[: most - 1] + "…"

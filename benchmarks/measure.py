@@ -1,4 +1,4 @@
-"""A run: from its cases to rows in their files, whatever happens on the way."""
+"""A run: measures its cases and writes rows to files, and keeps finished rows after any failure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 PEAKS_SECONDS = {False: 12.0, True: 2.4}  # by --quick
 SCRATCH = "regional-zoo-run-"
-# Statuses that say that an arm of ours is broken. One that does not fit, or was stopped, is not.
+# Statuses of a broken arm of the zoo. An arm that does not fit in memory, or was stopped, is not broken.
 BROKEN = ("failed", "crashed", "timeout", "out-of-memory")
 UNWRITABLE = 3
 INTERRUPTED = 130
 
 
 class Unwritable(Exception):
-    """The disk takes no more rows; the message says which file and why."""
+    """A row cannot be written to disk; the message says which file and why."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Run:
     cases: list[Case]
     refused: Mapping[str, str]
     out: Path
-    done: set[str] = field(default_factory=set)  # keys of cases that the files hold already
+    done: set[str] = field(default_factory=set)  # keys of cases that are already in the files
 
     @property
     def races(self) -> list[list[Case]]:
@@ -65,7 +65,7 @@ class Run:
         return list({store.path: store for store in map(self.store, self.cases)}.values())
 
     def skip_done(self, *, resume: bool) -> None:
-        """Leave out what files hold already; UsageError if one is there, and is not to be resumed or cannot be read."""
+        """Skip cases that are already in files. UsageError if a file exists without ``resume``, or is unreadable."""
         if resume:
             try:
                 self.done = {r.case.key for store in self.stores() for r in store.results() if r.status == "ok"}
@@ -120,9 +120,9 @@ def settings_of(workload: str, *, rounds: int | None = None, quick: bool = False
 
 
 def measure(run: Run, settings: Settings, console: Console) -> int:
-    """Measure what is left of the run and show it; the exit code.
+    """Measure the remaining cases of the run and show them; returns the exit code.
 
-    UsageError if the rows' folder or the device cannot be used; nothing has been measured then.
+    UsageError, before any measurement, if the rows' folder or the device cannot be used.
     """
     races = run.races
     seconds = PEAKS_SECONDS[settings.quick] + sum(estimate_race(arms, settings) for arms in races)
@@ -166,7 +166,7 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
 
 
 def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
-    """The environment's row, measured in a process of its own, and the settings with a monitor of that GPU."""
+    """The environment's row, measured in a separate process, and the settings with a monitor of its GPU."""
     progress.begin("peak rates of the device", PEAKS_SECONDS[settings.quick])
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in run.cases) and not settings.steady_only
@@ -189,7 +189,7 @@ def _measure_race(
     run: Run, arms: Sequence[Case], settings: Settings, progress: Progress, environment: Mapping[str, Any],
     measured: set[str],
 ) -> None:  # fmt: skip
-    """One race to its rows; their cases' keys are added to ``measured``. Rows are kept whatever ends the race."""
+    """Measure one race, write its rows and add their keys to ``measured``. Rows survive any end of the race."""
     store = run.store(arms[0])
     _write(store, environment)
 
@@ -203,7 +203,7 @@ def _measure_race(
 
 
 def _write(store: Store, row: Mapping[str, Any]) -> None:
-    """Append a row, an environment's unless the file holds it. Raises Unwritable if the disk does not take it."""
+    """Append a row, unless it is an environment that the file already has. Raises Unwritable if the disk refuses it."""
     if row["kind"] == "environment" and row["id"] in store.environments():
         return
     try:
@@ -213,8 +213,8 @@ def _write(store: Store, row: Mapping[str, Any]) -> None:
 
 
 def _conclude(run: Run, console: Console, measured: set[str]) -> int:
-    """Print this run's tables and write the HTML report of all rows in their place; 1 if an arm of ours is broken."""
-    from benchmarks.report.show import folder_of_reports, render, write_html  # which measuring does not need
+    """Print this run's tables and write the HTML report of all its rows; returns 1 if an arm of the zoo is broken."""
+    from benchmarks.report.show import folder_of_reports, render, write_html  # not needed to measure
 
     results, environments = run.results()
     render(results, environments, console)
@@ -222,7 +222,7 @@ def _conclude(run: Run, console: Console, measured: set[str]) -> int:
     if results:
         try:
             path = write_html(load(run.out), folder_of_reports(run.out) / "report.html")
-        except (OSError, ValueError) as error:  # another run's broken row must not hide that this run is done
+        except (OSError, ValueError) as error:  # a broken row of another run must not fail this run
             console.print(f"no report: {error}")
         else:
             console.print(f"report: {path}")
@@ -235,14 +235,13 @@ def _conclude(run: Run, console: Console, measured: set[str]) -> int:
 
 @contextmanager
 def gpu_alone(uuid: str | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other runs off the GPU; wait for one that has it. None, for a CPU, locks nothing.
+    """Lock the GPU against other runs, after waiting for a run that has it. None (a CPU) locks nothing.
 
-    Runs find each other if they use one folder for temporary files; ``note`` is told of a wait, or that there is no
-    lock.
+    Runs see each other only if they share the folder for temporary files. ``note`` reports a wait, or a missing lock.
     """
     path, descriptor = Path(tempfile.gettempdir()) / f"regional-zoo-{uuid}.lock", None
     with ExitStack() as stack:
-        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's file can be locked, if not written
+        for flags in (os.O_RDWR | os.O_CREAT, os.O_RDONLY):  # another user's file can be locked but not written
             with contextlib.suppress(OSError):
                 descriptor = os.open(path, flags, 0o666) if uuid and descriptor is None else descriptor
         if descriptor is not None:
@@ -259,12 +258,12 @@ def gpu_alone(uuid: str | None, note: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Make the folder of rows (or the one of a ``.jsonl`` file) and keep other runs out of it."""
+    """Create the folder of rows (or of a ``.jsonl`` file) and lock it against other runs."""
     is_file = out.suffix == ".jsonl"
     folder = out.parent if is_file else out
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions alone do not tell: a disk may be mounted read-only, and root may do anything but write there.
+        # Tested by writing: permissions do not show a disk that is mounted read-only.
         with tempfile.TemporaryFile(dir=folder):
             pass
         descriptor = os.open(out, os.O_RDWR | os.O_CREAT if is_file else os.O_RDONLY, 0o666)
@@ -277,7 +276,7 @@ def locked(out: Path) -> Iterator[None]:
             said = f"--out: another run is writing to {out}; wait until it has ended, or name another place"
             raise UsageError(said) from None
         except OSError:
-            pass  # some network file systems have no locks: no run can be kept out there
+            pass  # some network file systems have no locks, so other runs cannot be excluded
         yield
     finally:
         os.close(descriptor)
@@ -289,7 +288,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
         descriptor = os.open(name, os.O_RDONLY)
         try:
-            with contextlib.suppress(OSError):  # without locks remove_stale finds none either, and leaves it
+            with contextlib.suppress(OSError):  # without locks remove_stale leaves every folder
                 _lock(descriptor)
             yield Path(name)
         finally:
@@ -304,7 +303,7 @@ def remove_stale(prefix: str) -> None:
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
                 continue
             if time.time() - facts.st_mtime < 60.0:
-                continue  # just made, and not locked yet
+                continue  # just created, and not locked yet
             descriptor = os.open(left, os.O_RDONLY)
             try:
                 _lock(descriptor)

@@ -1,9 +1,9 @@
-"""Arms spread over the processes of ``torchrun``, each against the same arm in one process.
+"""Arms spread over the processes of ``torchrun``, each compared with the same arm in one process.
 
     torchrun --nproc-per-node 2 -m benchmarks.run --family llm --input 4x2048 --workload train --parallel fsdp
 
-All processes run every arm in turn: unlike in other races an arm has no process of its own. Under ``ddp`` and ``fsdp``
-each process trains on batches of its own, which lie ready on the device; under ``tp`` all have the same.
+All processes run every arm in turn; in other races each arm has its own process. Under ``ddp`` and ``fsdp`` each
+process trains on its own batches, which are ready on the device; under ``tp`` all processes have the same batches.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from zoo.llm import LLM
 from zoo.training import parallelize
 from zoo.training.parallel import collective_obstacles
 
-# What --parallel takes, and the dimension of the mesh that it means.
+# {value of --parallel: dimension of the mesh}.
 WAYS = {"ddp": "dp_replicate", "fsdp": "dp_shard", "tp": "tp"}
-# (implementation, strategy, CUDA graph). The plans of upstream for tp are for models that it loads from a file.
+# (implementation, strategy, CUDA graph). Upstream's plans for tp need models that it loads from a file.
 ARMS = (("zoo", "eager", False), ("zoo", "regional", False), ("zoo", "regional", True), ("upstream", "regional", False))
-# FSDP2 frees what NCCL would register of a captured step; multicast is not set up on every machine with NVLink.
+# FSDP2 frees memory that NCCL would register in a captured step. Not every machine with NVLink supports multicast.
 NCCL = {"NCCL_GRAPH_REGISTER": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 class _LeftOut(Exception):
-    """There is no such arm; the message says why."""
+    """The arm does not exist; the message says why."""
 
 
 @dataclass(kw_only=True)
@@ -81,9 +81,9 @@ class RankTimes:
 
 @dataclass(kw_only=True)
 class Row:
-    """An arm in all processes, by rank, and ``alone`` in the first one while the others wait.
+    """An arm in all processes, by rank, and ``alone`` in the first process while the others wait.
 
-    ``losses`` are means over all processes; ``error`` is the relative difference of the output from that of ``alone``.
+    ``losses`` are means over all processes; ``error`` is the relative difference of the output from ``alone``'s output.
     """
 
     case: Case
@@ -101,20 +101,20 @@ class Row:
 
     @property
     def per_rank(self) -> float:
-        """Tokens (images, nodes, ...) a second of each process."""
+        """Tokens (images, nodes, ...) per second of each process."""
         shared = self.ranks if self.parallel == "tp" else 1
         return (self.of_ranks[0].count or 1) * 1e3 / self.of_ranks[0].ms / shared
 
     @property
     def scaling(self) -> float | None:
-        """What all processes do in a second over what one does alone."""
+        """Throughput of all processes over the throughput of one alone."""
         if self.alone is None:
             return None
         return self.per_rank * self.ranks * self.alone.ms / ((self.alone.count or 1) * 1e3)
 
 
 class _Group:
-    """The processes that measure an arm together: all of torchrun's, or one alone."""
+    """The processes that measure an arm together: all of torchrun's processes, or one alone."""
 
     def __init__(self, way: str = "", mesh: DeviceMesh | None = None, control: Any = None) -> None:
         self.way, self.mesh, self._control = way, mesh, control
@@ -186,13 +186,13 @@ def main(
                 if group.rank == 0:
                     store.append(content)
         if failed and len(failed) < group.ranks:
-            break  # a collective of the others may still wait for the one that failed
+            break  # a collective of other processes may still wait for the failed one
     if done := [row for row in rows if row.status == "ok"]:
         title, head, lines = _table(done)
         console.print(f"\n{title}")
         print_table(console, "", (head, lines))
     console.print(f"rows: {store.path}")
-    time.sleep(0.5)  # gloo's threads still free tensors, which aborts the process once Python has ended
+    time.sleep(0.5)  # lets gloo's threads free tensors; after Python's end this would abort the process
     return 1 if any(row.status != "ok" and row.case.impl == "zoo" for row in rows) else 0
 
 
@@ -228,7 +228,7 @@ def _compare(row: Row, workload: Workload, prepare: Callable[[], Prepared], roun
 
 
 def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> RankTimes:
-    """Spread the model, compile, and time calls that follow each other."""
+    """Spread the model, compile it, and time consecutive calls."""
     model, training, output = _spread(case, prepared, group), prepared.training, None
     if case.cuda_graph and (obstacles := collective_obstacles(model)):
         raise _LeftOut("; ".join(obstacles))
@@ -245,7 +245,7 @@ def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Rank
             if case.impl == "zoo":
                 step = our_step(model, training, optimizer, cuda_graph=case.cuda_graph)
             losses = [float(step(training.batch(group.part(index)))) for index in range(training.checked)]
-            for batch in training.shapes * 4:  # at the third of a shape it may be captured
+            for batch in training.shapes * 4:  # the third call of a shape may capture it
                 step(batch)
             ready = itertools.cycle([training.batch(group.part(index)) for index in range(READY_BATCHES)])
             call = lambda: step(next(ready))  # noqa: E731
@@ -271,7 +271,7 @@ def _measure(case: Case, prepared: Prepared, group: _Group, rounds: int) -> Rank
 
 
 def _spread(case: Case, prepared: Prepared, group: _Group) -> nn.Module:
-    """The model of an arm over the processes of a group, compiled if it is to be; what a call or a loss takes."""
+    """Spread an arm's model over a group, compile it if the case says so; returns the model for a call or a loss."""
     model: Any = prepared.model
     training, how = prepared.training, dict[str, Any](backend=strategies.backend())
     if training is not None and training.after_compile is not None:
@@ -283,12 +283,12 @@ def _spread(case: Case, prepared: Prepared, group: _Group) -> nn.Module:
         zoo.compile_regions(training.loss_module, **how)
     if group.mesh is None:
         return zoo.compile_regions(model, **how) if compiles else model
-    # What is around an LLM or a Bert has no layers to split.
+    # The wrappers around an LLM or a Bert have no layers to split.
     found = model if group.way != "tp" else next((m for m in model.modules() if isinstance(m, LLM | Bert)), model)
     spread = parallelize(found, group.mesh, compile=compiles, **(how if compiles else {}))
     if group.way != "tp":
         return spread
-    if isinstance(model, ZooStep):  # its cache was made for all heads
+    if isinstance(model, ZooStep):  # the step's cache has all heads
         model.cache = model.model.make_cache(model.task.batch, model.task.slots)
         if isinstance(model, ZooDecode):
             past: Any = model.past
@@ -298,7 +298,7 @@ def _spread(case: Case, prepared: Prepared, group: _Group) -> nn.Module:
 
 
 def _spread_upstream(model: nn.Module, how: dict[str, Any], group: _Group) -> nn.Module:
-    """Upstream's model as accelerate compiles it before FSDP2: blocks that repeat, and what else has a forward."""
+    """Upstream's model, compiled as accelerate does before FSDP2: repeated blocks, and other modules with a forward."""
     from torch.distributed.fsdp import fully_shard
 
     if group.way == "tp":
@@ -309,7 +309,7 @@ def _spread_upstream(model: nn.Module, how: dict[str, Any], group: _Group) -> nn
         from accelerate.utils import compile_regions_fsdp2
 
         compile_regions_fsdp2(model, **how)
-    except ImportError:  # none, or one older than 1.15
+    except ImportError:  # accelerate is missing or older than 1.15
         for block in blocks:
             block.compile(**how)
     if group.way == "ddp":
@@ -320,7 +320,7 @@ def _spread_upstream(model: nn.Module, how: dict[str, Any], group: _Group) -> nn
 
 
 def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
-    """What the arms of one model did: a title, the head and a line an arm."""
+    """Results of one model: a title, the table head and one line per arm."""
     case, unit = rows[0].case, rows[0].of_ranks[0].unit or "calls"
     columns: dict[str, Callable[[Row], str]] = {
         "arm": lambda row: row.case.arm,
@@ -338,7 +338,7 @@ def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
 
 
 def tables(rows: Rows) -> str:
-    """Markdown of rows of several GPUs: a table a model and input, and below it the machine and the command."""
+    """Markdown of rows of several GPUs: a table per model and input, and below it the machine and the command."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows.parallel:
         if row["status"] == "ok":

@@ -1,4 +1,4 @@
-"""A case, which is one arm of a race as data, and how the options of a command become cases."""
+"""A case (one arm of a race, as data), and the conversion of command options to cases."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ STRATEGIES = ("eager", "full", "stages", "regional", "hierarchical")
 OWN_STRATEGIES = ("stages", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-# Modes in which torch.compile records CUDA graphs of its own.
+# Modes in which torch.compile records its own CUDA graphs.
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 WORKLOADS = ("inference", "train")
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What --strategy takes: a strategy, one under the outer CUDA graph, or one compiled with dynamic shapes.
+# Suffixes of --strategy: a strategy under the outer CUDA graph, or compiled with dynamic shapes.
 CUDA_GRAPH, DYNAMIC = "+cudagraph", "+dynamic"
 STRATEGY_NAMES = tuple(name + more for more in ("", CUDA_GRAPH, DYNAMIC) for name in STRATEGIES)
-# What --impl takes: an implementation, or the zoo without its own kernels, which shows what they gain.
+# A value of --impl: the zoo without its own kernels, which shows the gain of the kernels.
 LIBRARY = "zoo-library"
 IMPLEMENTATION_NAMES = (IMPLEMENTATIONS[0], LIBRARY, *IMPLEMENTATIONS[1:])
 
-# The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Few on purpose; options add others.
+# The arms of a plain run: (implementation, strategy name, mode, needs a GPU). Intentionally few; options add others.
 DEFAULT_ARMS = (
     ("zoo", "eager", "default", False),
     ("zoo", "full", "default", False),
@@ -41,10 +41,10 @@ DEFAULT_ARMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One arm. Cases that agree in everything but implementation, strategy, mode and cuda_graph race each other.
+    """One arm. Cases that differ only in implementation, strategy, mode and cuda_graph race each other.
 
     ``cuda_graph`` puts the outer CUDA graph around the step; ``control`` marks the second copy of an arm, which gives
-    the A/A noise floor. ``kernels=False`` runs torch's operators in place of the zoo's own kernels.
+    the A/A noise floor. ``kernels=False`` runs torch's operators instead of the zoo's own kernels.
     """
 
     family: str
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def implementation(self) -> str:
-        """The name that ``--impl`` takes for this arm."""
+        """The value of ``--impl`` for this arm."""
         return self.impl if self.kernels else LIBRARY
 
     @property
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def strategy_name(self) -> str:
-        """The name that ``--strategy`` takes for this arm."""
+        """The value of ``--strategy`` for this arm."""
         return self.strategy + CUDA_GRAPH * self.cuda_graph + DYNAMIC * self.dynamic
 
     def to_json(self) -> dict[str, Any]:
@@ -116,10 +116,10 @@ def refusal(case: Case) -> str | None:
 def arms_of(
     base: Case, *, impls: Sequence[str] = (), strategies: Sequence[str] = (), modes: Sequence[str] = ()
 ) -> list[Case]:
-    """The arms that the options name, each value with each, on the model and input of ``base``."""
+    """The arms of all combinations of the options' values, on the model and input of ``base``."""
     gpu = base.device != "cpu"
     default = [(impl, name, mode) for impl, name, mode, needs_gpu in DEFAULT_ARMS if gpu or not needs_gpu]
-    fallback = [name for impl, name, _ in default if impl == "zoo"]  # of an implementation without default arms
+    fallback = [name for impl, name, _ in default if impl == "zoo"]  # for implementations without default arms
     chosen: list[tuple[str, str, str]] = []
     for impl in impls or ("zoo", "upstream"):
         if strategies or modes:
@@ -143,9 +143,9 @@ def arms_of(
 def expand(
     bases: Iterable[Case], refuses: Callable[[Case], str | None], *, only: Sequence[str] = (), **options: Any
 ) -> tuple[list[Case], Mapping[str, str]]:
-    """All arms of all races, each race with its A/A control last; and why arms were left out, by case key.
+    """All arms of all races, each race with its A/A control last; and the reasons for omitted arms, by case key.
 
-    ``bases`` are a case per race, ``only`` what ``matching`` takes, and ``options`` those of ``arms_of``.
+    ``bases`` has one case per race, ``only`` the patterns for ``matching``, ``options`` the arguments of ``arms_of``.
     """
     cases: list[Case] = []
     refused: dict[str, str] = {}
@@ -161,7 +161,7 @@ def expand(
             else:
                 arms.append(case)
         cases += arms
-        if len(arms) > 1:  # one arm alone has no ratio, so it needs no noise floor
+        if len(arms) > 1:  # a single arm has no ratio, so it needs no noise floor
             cases.append(replace(twin_of(arms), control=True))
     return cases, refused
 
@@ -180,7 +180,7 @@ def matching(arms: Iterable[str], patterns: Sequence[str]) -> set[str]:
 
 
 def twin_of(arms: Sequence[Case]) -> Case:
-    """The arm whose second copy gives the noise floor: the zoo's last, or the last of all; a static one if there is."""
+    """The arm whose second copy gives the noise floor: the zoo's last or the last of all, if possible a static one."""
     static = [case for case in arms if not case.dynamic] or list(arms)
     own = [case for case in static if case.impl == "zoo" and case.kernels]
     return (own or static)[-1]
@@ -196,23 +196,23 @@ def races_of(cases: Iterable[Case]) -> dict[tuple[str, ...], list[Case]]:
 # Commands: the runs that measure a whole table again, put together from those that its rows hold ----------------------
 
 PROGRAM = ("python", "-m", "benchmarks.run")
-# benchmarks.run takes lists of these and runs each with each; commands that differ in anything else stay apart.
+# benchmarks.run takes lists of these and runs all combinations. Commands that differ in other options are not merged.
 LISTS = ("--model", "--input", "--impl", "--strategy", "--mode", "--dtype")
 
 
 def merged(commands: Iterable[str]) -> list[str]:
-    """Commands that differ in lists alone made one; others, and what is no run of ours, as they are."""
+    """Merge commands that differ only in lists; other commands stay unchanged."""
     groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for command in commands:
         fixed, lists = _parse(command)
-        known = groups.setdefault((*fixed, *sorted(lists)), {})  # one that names a list and one that does not stay two
+        known = groups.setdefault((*fixed, *sorted(lists)), {})  # only commands with the same list options merge
         for option, values in lists.items():
             known.setdefault(option, []).extend(value for value in values if value not in known.get(option, []))
     return [_written(fixed[: len(fixed) - len(lists)], lists) for fixed, lists in groups.items()]
 
 
 def _parse(command: str) -> tuple[list[str], dict[str, list[str]]]:
-    """The words that must agree, and the values of the lists."""
+    """The fixed words of a command, and the values of its lists."""
     words = shlex.split(command)
     if tuple(words[:3]) != PROGRAM:
         return words, {}

@@ -1,8 +1,8 @@
-"""Worker processes, from both ends: the harness starts, asks and ends one; ``python -m benchmarks.process`` answers.
+"""Worker processes: the harness starts one, sends it requests and ends it; ``python -m benchmarks.process`` answers.
 
-A message is one JSON object per line on the worker's standard input, a reply one on its standard output. The worker
-moves both to private descriptors first, and whatever the model prints goes to standard error, whose end the harness
-keeps. It works only while it answers a message, so that the arms of a race do not disturb each other.
+A message is one JSON line on the worker's standard input, a reply one JSON line on its standard output. The worker
+first moves both to private descriptors. Prints of the model go to standard error, whose last lines the harness keeps. A
+worker works only while it answers a message, so that the arms of a race do not disturb each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
 TAIL_LINES = 4
 
-# Texts of errors that mean out of memory and are no OutOfMemoryError: from allocators other than torch's.
+# Messages of out-of-memory errors that are not OutOfMemoryError, from allocators other than torch's.
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
 BUSY = "busy or unavailable"
 DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "PytorchStreamWriter failed writing file")
@@ -41,7 +41,7 @@ _alive: set[Worker] = set()
 
 
 class WorkerFailure(Exception):
-    """A request that failed: a status of ``benchmarks.record.STATUSES``, a reason, and what was asked."""
+    """A request that failed: a status of ``benchmarks.record.STATUSES``, a reason, and the request."""
 
     def __init__(self, status: str, reason: str, operation: str | None = None) -> None:
         super().__init__(f"{status}: {reason}")
@@ -49,24 +49,24 @@ class WorkerFailure(Exception):
 
 
 class Worker:
-    """The harness' end of a worker process. Not thread-safe: one request at a time, of ``timeout`` seconds at most."""
+    """The harness' end of a worker process. Not thread-safe: one request at a time, at most ``timeout`` seconds each."""
 
     def __init__(self, environment: Mapping[str, str], *, timeout: float) -> None:
         self.timeout = timeout
-        self.log: list[dict[str, Any]] = []  # what was asked, and when the process worked on it
+        self.log: list[dict[str, Any]] = []  # requests, and when the process worked on them
         self._stderr: deque[str] = deque(maxlen=200)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env={**os.environ, **python_path(), **environment},
-            # Its own group: Ctrl-C reaches the harness alone, and a kill takes its compile workers along.
+            # A separate process group: Ctrl-C reaches only the harness, and a kill includes the compile workers.
             start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._requests, self._replies = self._process.stdin, self._process.stdout
         self._unread = b""
         self._pending: str | None = None
-        self._stopped = False  # by kill_all, so that its end is no crash of the arm
+        self._stopped = False  # set by kill_all, whose kill is not a crash of the arm
         self._reader = threading.Thread(target=self._drain, args=(self._process.stderr,), daemon=True)
         self._reader.start()
         _alive.add(self)
@@ -86,7 +86,7 @@ class Worker:
             raise self._death() from None
 
     def receive(self) -> dict[str, Any]:
-        """The reply to what was sent. WorkerFailure if the process fails, dies or takes too long; it is gone then."""
+        """The reply to the last request. WorkerFailure if the process fails, dies or times out; it is ended then."""
         line = self._line(time.monotonic() + self.timeout)
         reply: dict[str, Any] = json.loads(line)
         self.log.append({name: reply[name] for name in ("op", "began", "ended")})
@@ -134,7 +134,7 @@ class Worker:
         return WorkerFailure("crashed", reason, self._pending)
 
     def _describe(self, reason: str, *, tail: bool = True) -> str:
-        """The reason and the last lines of standard error, bounded and without this machine's paths."""
+        """The reason and the last lines of standard error, shortened and without this machine's paths."""
         lines = [line for line in self._stderr if line.strip() and not line.startswith("  ")] if tail else []
         text = "; ".join([reason, *lines[-TAIL_LINES:]])
         text = text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
@@ -146,7 +146,7 @@ class Worker:
         return self in _alive
 
     def stop(self) -> None:
-        """End the process; its caches are on disk by then."""
+        """End the process; its caches are already on disk."""
         if self.alive:
             with contextlib.suppress(OSError):
                 self._requests.write(b'{"op": "stop"}\n')
@@ -156,7 +156,7 @@ class Worker:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and its compile workers at once; nothing if they have ended, whose number may be reused."""
+        """Kill the process and its compile workers, unless they have ended: their number may be reused."""
         if not self.alive:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -192,7 +192,7 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
             return
         began = time.monotonic()
         try:
-            if handler is None:  # now, so that a failure to import torch is a reply
+            if handler is None:  # created here, so that a failed import of torch becomes a reply
                 from benchmarks.worker import Handler
 
                 handler = Handler()
@@ -208,33 +208,33 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
 def _end_with_harness(requests: int) -> None:
     """End this process and its compile workers when the harness has closed its end of the pipe.
 
-    A harness that is killed cannot end them, and they would disturb the next run. The thread sleeps in the kernel until
+    A killed harness cannot end its workers, and they would disturb the next run. The thread sleeps in the kernel until
     then, so it disturbs no measurement.
     """
     poll = select.poll()
-    poll.register(requests, 0)  # no event but the end, which cannot be left out
+    poll.register(requests, 0)  # only the hang-up event, which is always reported
     poll.poll()
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    """Move the pipes out of reach of stray prints, then serve."""
+    """Move the pipes to private descriptors, out of reach of prints, then serve."""
     requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    if os.getpgrp() == os.getpid():  # as the harness starts it
+    if os.getpgrp() == os.getpid():  # true if the harness started this process
         threading.Thread(target=_end_with_harness, args=(requests.fileno(),), daemon=True).start()
     serve(requests, replies)
-    # Compile workers and libraries take seconds to shut down in order; nothing of theirs is needed any more.
+    # Skips the orderly shutdown of compile workers and libraries: it takes seconds, and nothing needs it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:
-    """A worker's reply to a request that raised: status, and reason with a remedy if one is known."""
+    """A worker's reply to a request that raised: status, and reason with a remedy if known."""
     status, remedy = "failed", ""
     for cause in _causes(error):
         status, remedy = _typed(cause)
@@ -248,7 +248,7 @@ def failure_of(error: BaseException) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, outermost first."""
+    """The error and the errors it was raised from, outermost first."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -258,7 +258,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _typed(cause: BaseException) -> tuple[str, str]:
-    """Status and remedy of one error, without its causes. By names, since torch may not be imported here."""
+    """Status and remedy of one error, without its causes. Compares class names, since torch may not be imported."""
     name, text = type(cause).__name__, str(cause)
     if isinstance(cause, MemoryError) or name == "OutOfMemoryError" or any(words in text for words in NO_MEMORY):
         return "out-of-memory", ""
@@ -269,7 +269,7 @@ def _typed(cause: BaseException) -> tuple[str, str]:
     if any(words in text for words in DISK_FULL):
         return "failed", f"a disk is full: make room, or {SET_TMPDIR}"
     if isinstance(cause, OSError):
-        cached = str(cause.filename).startswith(os.environ.get(INDUCTOR_CACHE, "\n"))  # and no file of the user's
+        cached = str(cause.filename).startswith(os.environ.get(INDUCTOR_CACHE, "\n"))  # not a file of the user
         if cause.errno == errno.EROFS or cached:
             return "failed", f"the disk cannot be written: {SET_TMPDIR}"
     return "failed", ""

@@ -1,4 +1,4 @@
-"""Puts a run's rows among the committed ones; a race that was measured again replaces the earlier one.
+"""Adds a run's rows to the committed rows; a new measurement of a race replaces the earlier one.
 
 python -m benchmarks.promote runs/today                     every race of the run
 python -m benchmarks.promote runs/today --extra claim-30    in addition to the earlier race, under a name
@@ -25,15 +25,15 @@ from benchmarks.cli import UsageError, run_command
 from benchmarks.plan import Case
 from benchmarks.record import EXTRA, RESULTS, Result, Rows, Store, device_name, load_run
 
-# Statuses that say nothing about the arm.
+# Statuses without information about the arm.
 REFUSED = ("interrupted", "device-busy")
 
 
 def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path, list[tuple[str, ...]]]:
-    """Put all rows into their files below ``results``; the races of each file that were written.
+    """Write all rows into their files below ``results``; returns the written races by file.
 
-    Under the name ``extra`` rows are added without replacing the earlier races; rows of the same name are replaced.
-    UsageError, and nothing is written, if rows come from code that was not committed or from a race that was stopped.
+    Under the name ``extra`` rows do not replace the earlier races, only rows of the same name. UsageError, before any
+    write, if rows come from uncommitted code or from a stopped race.
     """
     if extra is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", extra):
         raise UsageError(f"--extra {extra!r} names a folder: small letters, digits and hyphens, as in claim-30")
@@ -64,7 +64,7 @@ def _file(case: Case, environment: Mapping[str, Any]) -> Path:
 
 
 def _write(file: Path, new: Sequence[Result], environments: Mapping[str, Mapping[str, Any]]) -> None:
-    """Replace these results' races in the file; all of them, or on an error none."""
+    """Replace the races of these results in the file: all of them, or on an error none."""
     races = {result.case.race for result in new}
     store = Store(file)
     kept = [result for result in store.results() if result.case.race not in races]

@@ -1,4 +1,4 @@
-"""Result rows and their files: what was measured for one arm, or why nothing was; one JSON object per line."""
+"""Result rows and their files. A row is one JSON line: the measurements of one arm, or the reason for none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"  # committed rows
 # Below RESULTS/<machine>/: races that answer one question each and appear in no table of their family.
 EXTRA = "extra"
-# Everything that can become of an arm. Only "ok" carries times; the others carry a reason.
+# All possible outcomes of an arm. Only "ok" has times; the others have a reason.
 STATUSES = ("ok", "crashed", "out-of-memory", "timeout", "failed", "does-not-fit", "device-busy", "interrupted")
-# The first words of a recompile's reason, where it happened while the arm raced.
+# Prefix of the reason of a recompile during the race.
 IN_RACE = "during the race: "
 
-# Where a new process has compiled code from. Empty caches are new folders for each process.
+# Sources of compiled code in a new process. "Empty caches" means new folders for each process.
 EMPTY, FILLED, ARTIFACTS, CACHES = "empty caches", "filled caches", "artifacts", "torch's cache artifacts"
-# The phase of a start that its total leaves out.
+# The phase of a start that is not in its total.
 HARNESS = "harness"
 
 Row = Mapping[str, Any]
@@ -38,20 +38,20 @@ Row = Mapping[str, Any]
 class Compile:
     """Compilation in one fresh process. Seconds unless said otherwise.
 
-    ``seconds`` runs from the first call to its result, less one steady call, the compiler having been started before.
-    ``time_to_first_result`` comes from a process of its own in which nothing was compiled before, imports and model
-    set-up apart. ``start_up`` is the compiler's own, the same for every arm, measured in a process alone.
+    ``seconds`` runs from the first call to its result, minus one steady call, with the compiler already started.
+    ``time_to_first_result`` comes from a separate process that had compiled nothing, without imports and model set-up.
+    ``start_up`` is the compiler's, the same for every arm, measured in a separate process.
     """
 
     start_up: float | None = None
     seconds: float | None = None
     capture: float | None = None
     time_to_first_result: float | None = None
-    later_calls: list[float] = field(default_factory=list)  # of the first process, one by one, from the second call on
+    later_calls: list[float] = field(default_factory=list)  # the first process' calls from the second on, one by one
     phases: Mapping[str, float] = field(default_factory=dict)  # dynamo, aot, inductor, backend workers ...
     graphs: int | None = None
-    breaks: list[str] = field(default_factory=list)  # a reason each
-    recompiles: list[str] = field(default_factory=list)  # a reason each
+    breaks: list[str] = field(default_factory=list)  # one reason each
+    recompiles: list[str] = field(default_factory=list)  # one reason each
     cache_empty_at_start: bool | None = None
     cache_hits: int | None = None
     cache_misses: int | None = None
@@ -59,23 +59,23 @@ class Compile:
 
     @property
     def paid(self) -> float | None:
-        """Seconds before the first fast call, compilation and capture; None where neither was measured."""
+        """Seconds of compilation and capture before the first fast call; None if neither was measured."""
         known = [seconds for seconds in (self.seconds, self.capture) if seconds is not None]
         return sum(known) if known else None
 
 
 def _samples(value: Any) -> Any:
-    """Samples of a row; an older one has a single figure or None."""
+    """Samples of a row; older rows have a single figure or None."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 @dataclass(kw_only=True)
 class Steady:
-    """Steady state, raced. Milliseconds a call; one sample a round."""
+    """Steady state in the race. Milliseconds per call, one sample per round."""
 
     device_ms: list[float] = field(default_factory=list)  # by device events; empty on a CPU
     wall_ms: list[float] = field(default_factory=list)
-    # Time from a call with the device's queue empty to its return, a median a round; empty on a CPU.
+    # Time until a call returns, with an empty device queue; one median per round, empty on a CPU.
     host_ms: Annotated[list[float], BeforeValidator(_samples)] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)  # the round number of each sample, for pairing across arms
     calls_per_round: int = 0
@@ -89,7 +89,7 @@ class Steady:
 
 @dataclass(kw_only=True)
 class Memory:
-    """Bytes. Peaks of one steady call (for a captured step: of its capture, and the pool it keeps)."""
+    """Bytes. Peaks of one steady call; for a captured step those of the capture, and the size of its pool."""
 
     allocated: int | None = None
     reserved: int | None = None
@@ -108,7 +108,7 @@ class Check:
 
 @dataclass(kw_only=True)
 class KernelTime:
-    """Launches of kernels of one name in a call, and what they take together. Means over the calls of a profile."""
+    """Launches of kernels of one name per call, and their total time. Means over the calls of a profile."""
 
     name: str
     launches: float
@@ -117,22 +117,22 @@ class KernelTime:
 
 @dataclass(kw_only=True)
 class Work:
-    """What one call must do, and what this device can do at best, measured shortly before."""
+    """The work of one call, and the peak rates of this device, measured shortly before."""
 
     flops: int | None = None
     bytes: int | None = None
     bytes_formula: str | None = None
     kernels: int | None = None
-    longest: list[KernelTime] | None = None  # the kernels that take longest, by name; None on a CPU, and in older rows
-    others: KernelTime | None = None  # all kernels that are not among them, together
-    count: int | None = None  # how many of ``unit`` (images, tokens) one call deals with
+    longest: list[KernelTime] | None = None  # the longest kernels, by name; None on a CPU, and in older rows
+    others: KernelTime | None = None  # all other kernels together
+    count: int | None = None  # how many of ``unit`` (images, tokens) one call processes
     unit: str | None = None
     peak_flops: float | None = None  # FLOP/s of a large matrix product in the case's dtype
     peak_bandwidth: float | None = None  # byte/s
 
     @property
     def kernel_microseconds(self) -> float | None:
-        """What the kernels of one call take together; None where they were not profiled."""
+        """Total time of one call's kernels; None if they were not profiled."""
         if self.longest is None:
             return None
         return sum(kernel.microseconds for kernel in (*self.longest, *([self.others] if self.others else [])))
@@ -141,7 +141,7 @@ class Work:
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 @dataclass(kw_only=True)
 class Result:
-    """One arm's row. A row that is read is checked against these types, and those of the sections above."""
+    """One arm's row. Reading a row checks it against these types and those of the sections above."""
 
     case: Case
     status: str = "ok"
@@ -152,8 +152,8 @@ class Result:
     memory: Memory | None = None
     check: Check | None = None
     work: Work | None = None
-    curve: list[float] | None = None  # losses of training steps from the first weights, each on a batch of its own
-    preparation: Mapping[str, float] = field(default_factory=dict)  # seconds of what was prepared once
+    curve: list[float] | None = None  # losses of training steps from the initial weights, each on another batch
+    preparation: Mapping[str, float] = field(default_factory=dict)  # seconds of one-time preparation
     data: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     command: str | None = None  # reproduces this row
@@ -167,9 +167,9 @@ class Result:
 
     @property
     def counted(self) -> Compile | None:
-        """The process whose graphs, breaks and recompiles are shown: the cold one, or the only one there was.
+        """The process whose graphs, breaks and recompiles are shown: the cold process, or the only one.
 
-        What was compiled anew in the race, mostly by another process, is among its recompiles.
+        Its recompiles include those during the race, mostly by another process.
         """
         if self.cold is None or self.cold.graphs is None:
             return self.warm
@@ -179,15 +179,15 @@ class Result:
         return replace(self.cold, recompiles=[*self.cold.recompiles, *late])
 
     def to_json(self) -> dict[str, Any]:
-        """The row as plain values, for ``Store.append``. ValueError on a number that JSON does not have, named."""
+        """The row as plain values, for ``Store.append``. ValueError names a number that JSON cannot hold."""
         return {"kind": "result", "schema": SCHEMA, **asdict(_validated(Result, asdict(self)))}
 
     @classmethod
     def from_json(cls, row: Row) -> Result:
         """A row read back. ValueError on another schema, and on a field that is missing, unknown or of another type.
 
-        Unknown fields are refused instead of dropped: newer code wrote the row, and a comparison would leave out half
-        of it in silence.
+        Unknown fields are refused instead of dropped: newer code wrote the row, and a comparison would silently omit
+        part of it.
         """
         if row.get("schema") != SCHEMA:
             raise ValueError(
@@ -208,19 +208,19 @@ class Process:
 
     seconds: Mapping[str, float]
     compiled: Mapping[str, int]
-    call_ms: float  # of a call afterwards, on the device where there is one
+    call_ms: float  # of a later call, by device events on a GPU
     host_ms: float | None
     output: str  # a hash
 
     @property
     def total(self) -> float:
-        """Seconds from the process' start to its first result; with a CUDA graph to that of a replay."""
+        """Seconds from the process' start to its first result; with a CUDA graph to the first replay's result."""
         return sum(seconds for name, seconds in self.seconds.items() if name != HARNESS)
 
 
 @dataclass(kw_only=True)
 class Saved:
-    """Artifacts: their size; of the zoo's the kind of each graph, and why others were left out."""
+    """Artifacts: their size; for the zoo also the kind of each graph, and why other graphs were omitted."""
 
     bytes: int
     kinds: list[str]
@@ -230,7 +230,7 @@ class Saved:
 @with_config(ConfigDict(extra="forbid", allow_inf_nan=False))
 @dataclass(kw_only=True)
 class Start:
-    """The new processes of one arm; ``reason`` says why one failed. ``saved`` is what the last of them wrote."""
+    """The new processes of one arm. ``reason`` says why one failed; ``saved`` describes what the last one wrote."""
 
     case: Case
     source: str
@@ -289,12 +289,12 @@ class Store:
     def append(self, row: Row) -> None:
         """Write one row at the end and wait until the disk has it.
 
-        A last line that a kill had cut short is removed first: appending to it would spoil two rows. OSError if the
-        disk does not take the row; the file ends with the row before it then.
+        An incomplete last line, left by a kill, is removed first: appending to it would corrupt two rows. OSError if
+        the write fails; the file then ends with the previous row.
         """
         line = (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Without Python's buffer, which would try to write the rest of a row again when the file is closed.
+        # Unbuffered: Python's buffer would try to write the rest of a failed row again when the file is closed.
         with self.path.open("a+b", buffering=0) as file:
             self._repair(file)
             end = file.seek(0, os.SEEK_END)
@@ -320,13 +320,13 @@ class Store:
         except ValueError:
             file.truncate(start)
         else:
-            file.write(b"\n")  # the row is whole, only its line end is missing
+            file.write(b"\n")  # the row is complete except for its line end
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return (row for _, row in self._numbered())
 
     def _numbered(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows by line; a last line cut short by a kill is dropped, any other broken one is an error naming it."""
+        """Rows by line. An incomplete last line, left by a kill, is dropped; any other broken line is an error."""
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -334,7 +334,7 @@ class Store:
             try:
                 yield number, _parse(line)
             except ValueError as error:
-                if number == len(lines):  # no line end after it: the writer was killed
+                if number == len(lines):  # no line end follows: the writer was killed
                     return
                 raise ValueError(
                     f"{self.path}:{number} is not a JSON row ({error}); repair or delete that line"
@@ -343,7 +343,7 @@ class Store:
     def results(self) -> list[Result]:
         """The newest result of every case, in the order in which the cases first appear.
 
-        ValueError, naming file and line, on an unreadable row or one whose environment does not stand before it.
+        ValueError, with file and line, for an unreadable row or a row whose environment does not precede it.
         """
         newest: dict[str, Result] = {}
         environments: set[str] = set()
@@ -366,7 +366,7 @@ class Store:
         return list({(each.case.key, each.source): each for each in found}.values())
 
     def environments(self) -> dict[str, dict[str, Any]]:
-        """Environment rows by id; the newest where an id occurs again."""
+        """Environment rows by id; of repeated ids the newest."""
         return {row["id"]: row for row in self.rows() if row.get("kind") == "environment"}
 
 
@@ -390,9 +390,9 @@ def device_name(environment: Row, device: str) -> str:
 def load(path: Path) -> Rows:
     """The rows of a JSONL file, or of every ``*.jsonl`` below a folder in the order of their paths.
 
-    Of a case that several files hold for one device and torch version, the row with the latest ``time`` in its
-    environment counts; where times agree or are missing, the one in the later path. Rows below ``extra/<name>`` of the
-    folder go to ``Rows.extra[name]``.
+    If several files have a case for one device and torch version, the row with the latest ``time`` in its environment
+    counts; if times are equal or missing, the row in the later path. Rows below ``extra/<name>`` of the folder go to
+    ``Rows.extra[name]``.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give a .jsonl file of rows or a folder that holds some")
@@ -425,7 +425,7 @@ def load(path: Path) -> Rows:
 
 
 def load_run(path: Path) -> Rows:
-    """The rows of a run that a user named, as ``load`` finds them; UsageError on none, or an unreadable one."""
+    """The rows of a run given by the user, by ``load``; UsageError if there are none or a row is unreadable."""
     try:
         rows = load(path)
     except (ValueError, FileNotFoundError) as error:
@@ -436,7 +436,7 @@ def load_run(path: Path) -> Rows:
 
 
 def _extra_name(file: Path, folder: Path) -> str:
-    """The name of the question that a file's rows answer, from the folders below ``extra``; empty for other rows."""
+    """The name of the question that a file's rows answer: its folders below ``extra``, or empty for other rows."""
     folders = file.relative_to(folder).parts[:-1]
     if EXTRA not in folders:
         return ""

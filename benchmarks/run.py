@@ -1,7 +1,7 @@
 """Race a family's models: ``python -m benchmarks.run --family gnn``.
 
-Exit codes: 0; 1 if an arm of the zoo failed; 2 on wrong usage; 3 if the disk takes no more rows; 130 when stopped by
-Ctrl-C, which keeps what was done.
+Exit codes: 0; 1 if an arm of the zoo failed; 2 on wrong usage; 3 if rows cannot be written; 130 after Ctrl-C, which
+keeps finished rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(
             console.print("families: " + ", ".join(_families()))
             return 0
         raise UsageError(f"--family is missing; available: {', '.join(_families())}")
-    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_GROUP:  # more would have the next group's numbers
+    if rounds is not None and not 1 <= rounds <= ROUNDS_OF_A_GROUP:  # more rounds would get the next group's numbers
         raise UsageError(f"--rounds is {rounds}, expected 1 to {ROUNDS_OF_A_GROUP}")
     if curve < 0 or (curve and workload != "train"):
         raise UsageError(f"--curve is {curve}; it is a number of steps, and needs --workload train")
@@ -141,7 +141,7 @@ def workload_of(family: str) -> Workload:
 
 
 def device_of(wanted: str | None) -> str:
-    """``cuda`` or ``cpu``: the wanted one, else a GPU if torch finds one."""
+    """``cuda`` or ``cpu``: the wanted device, else a GPU if torch finds one."""
     import torch
 
     device = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,7 +152,7 @@ def device_of(wanted: str | None) -> str:
 
 
 def _newest_run() -> Path:
-    """The folder whose rows were written last; names say nothing, since --out may give any."""
+    """The folder with the latest rows, by modification time, since --out allows any name."""
     newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
     if newest is None:
         raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
@@ -162,7 +162,7 @@ def _newest_run() -> Path:
 def _pairs(
     loaded: Workload, device: str, quick: bool, workload: str, models: list[str], inputs: list[str]
 ) -> list[tuple[str, str]]:
-    """Pairs of model and input: given models and inputs, each with each; the plain run's where one is not given."""
+    """Pairs of model and input: all combinations of given ones, with a plain run's values for a missing option."""
     defaults = list(loaded.default_races(device, quick, workload))
     picked_models = list(loaded.models) if models == ["all"] else pick("--model", models, loaded.models)
     picked_inputs = list(loaded.inputs) if inputs == ["all"] else pick("--input", inputs, loaded.inputs)

@@ -1,8 +1,8 @@
-"""From a fresh process to an arm that can race: cold, first result, warm, each in a process of its own.
+"""From a fresh process to an arm that can race: cold, first result, warm, each in a separate process.
 
-1. *cold*: empty cache folders; the compiler is started, then the case compiled: the compile figure.
-2. *first result*: other empty folders, nothing compiled before: what a user feels.
-3. *race*: the folders that the first process filled, proven warm by hits. This process stays alive and races.
+1. *cold*: empty cache folders; starts the compiler, then compiles the case: the compile figure.
+2. *first result*: other empty folders, nothing compiled before: the delay that a user sees.
+3. *race*: the folders filled by the first process, proven warm by cache hits. This process stays alive and races.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 COLD, FIRST_RESULT, RACE = "cold process", "first result", "process for the race"
 COUNTS = ("graphs", "breaks", "recompiles", "cache_hits", "cache_misses", "cache_bypasses")
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-# Where arms start together (--steady-only), threads that spin while they wait hold up what they wait for, and getting
-# ready takes many times as long. Where the CPU is what is measured they may spin.
+# If arms start together (--steady-only), spinning threads delay the threads that they wait for, and preparation takes
+# many times as long. In races on a CPU threads may spin.
 WAIT_POLICY = "OMP_WAIT_POLICY"
 _CHECKING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is asked for, except for its cases."""
+    """The settings of a run, apart from its cases."""
 
     workload: str  # family, or dotted name of a workload's module
     scratch: Path  # for caches and references; the caller removes it
@@ -47,13 +47,13 @@ class Settings:
     steady_only: bool = False  # no compile figures; arms start together
     data_root: str | None = None
     seed: int = 0
-    ahead: int = 1  # how many workers may get ready at the same time
-    compiler_start_up: float | None = None  # seconds, measured in a process alone
+    ahead: int = 1  # number of workers that may prepare at the same time
+    compiler_start_up: float | None = None  # seconds, measured in a separate process
 
 
 @dataclass(kw_only=True)
 class ArmRun:
-    """One arm while its race is being measured: its process and its row so far."""
+    """One arm during its race: its process and its row so far."""
 
     case: Case
     folder: Path  # of its caches; the A/A control shares its twin's
@@ -73,7 +73,7 @@ class ArmRun:
         return self.case.strategy != "eager"
 
     def fail(self, status: str, reason: str) -> None:
-        """End the process and type the failure; the row keeps what was measured before, except for the steady state."""
+        """End the process and set the failure's status; the row keeps earlier figures except the steady state."""
         self.result.status, self.result.reason = status, reason
         self.result.steady = None
         if self.worker is not None:
@@ -117,12 +117,12 @@ def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Pr
 
 
 def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress, reference: Path) -> None:
-    """Bring every arm to where it can race, its process alive."""
+    """Prepare every arm for the race, with its process alive."""
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
         planned = sum(estimate(job, settings) for job in jobs) / settings.ahead
         progress.begin(f"{len(jobs)} arms start together", planned)
-        # Each would start a compile process per core.
+        # By default each worker would start one compile process per core.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
 
         def start(job: Job) -> None:
@@ -143,10 +143,10 @@ def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress,
 
 
 def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Worker]]:
-    """A worker for each job, in order, ready to work; jobs of arms that failed meanwhile are left out.
+    """A ready worker for each job, in order; jobs of arms that failed meanwhile are skipped.
 
-    Several import, build their inputs and start the compiler at the same time. None is handed out while another still
-    does, since an import beside a measurement would be measured with it.
+    Several workers import, build their inputs and start the compiler concurrently. No worker is yielded while another
+    one does so, since an import would disturb a concurrent measurement.
     """
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
@@ -166,7 +166,7 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
 
 
 def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
-    """Do the same with several items at once. On Ctrl-C all workers end, so that no thread waits for one."""
+    """Apply ``work`` to several items concurrently. On Ctrl-C all workers end, so that no thread waits for one."""
     with ThreadPoolExecutor(threads) as pool:
         try:
             list(pool.map(work, items))
@@ -178,12 +178,12 @@ def in_parallel(work: Callable[[Any], None], items: Sequence[Any], threads: int)
 
 @contextmanager
 def failures_of(arm: ArmRun, phase: str = "") -> Iterator[None]:
-    """Inside, a worker's failure becomes the arm's status instead of an exception; ``phase`` names the process."""
+    """Turn a worker's failure inside the block into the arm's status; ``phase`` names the process."""
     try:
         yield
     except WorkerFailure as error:
         if error.status == "interrupted":
-            raise  # another thread got the Ctrl-C; what was measured before it stays
+            raise  # another thread got the Ctrl-C; earlier measurements are kept
         reason = error.reason
         if phase == RACE and error.operation == "first_call" and arm.result.cold is not None:
             # The cold process compiled the same; the only difference is that the caches are not empty.
@@ -192,7 +192,7 @@ def failures_of(arm: ArmRun, phase: str = "") -> Iterator[None]:
 
 
 def _spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> Worker:
-    """Start the process of a job and let it import; ``compile_threads`` are its compiler's, one per core by default."""
+    """Start a job's process and its imports; ``compile_threads`` is for its compiler, one per core by default."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,7 +212,7 @@ def _spawn(job: Job, settings: Settings, compile_threads: int | None = None) -> 
 
 
 def _make_ready(job: Job, worker: Worker, settings: Settings) -> None:
-    """Wait for the imports, build model and inputs, and, but for a first result, start the compiler."""
+    """Wait for the imports, build model and inputs, and start the compiler unless the job is a first result."""
     arm = job.arm
     with failures_of(arm):
         worker.receive()
@@ -232,10 +232,10 @@ def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Pa
     with failures_of(arm, RACE):
         figures = bring_up(arm, worker, settings)
         if settings.steady_only and figures is not None:
-            # Arms that start together disturb each other: counts and reasons hold, seconds do not.
+            # Arms that start together disturb each other: counts and reasons are valid, seconds are not.
             figures = Compile(**{name: getattr(figures, name) for name in COUNTS})
         once = settings.quick and not settings.steady_only and arm.result.cold is None and not arm.case.control
-        if once or not arm.compiled:  # an outer CUDA graph over eager code knows no cold and warm
+        if once or not arm.compiled:  # an outer CUDA graph over eager code has no cold and warm start
             arm.result.cold = figures
         if not once:
             arm.result.warm = figures
@@ -243,14 +243,14 @@ def _start_racing(arm: ArmRun, worker: Worker, settings: Settings, reference: Pa
         if not arm.case.cuda_graph:
             peaks = worker.ask("memory")
             arm.result.memory.allocated, arm.result.memory.reserved = peaks["allocated"], peaks["reserved"]
-        # One at a time: the first computes the reference, in a precision that takes more memory than any arm.
+        # One at a time: the first arm computes the reference, whose precision takes more memory than any arm.
         with _CHECKING:
             check = worker.ask("check", reference=str(reference))
         arm.result.check = Check(**{name: check[name] for name in ("error", "eager_error", "reference_dtype")})
 
 
 def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
-    """Compile and capture in a process that is ready. Returns what that took; None for a plain eager arm."""
+    """Compile and capture in a ready process. Returns the costs; None for a plain eager arm."""
     assert arm.result.memory is not None
     first = worker.ask("first_call")
     figures = None
@@ -267,7 +267,7 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
         figures.capture = captured["seconds"]
         figures.graphs = (figures.graphs or 0) + len(captured["recompiles"])
         figures.recompiles += [f"at capture: {reason}" for reason in captured["recompiles"]]
-        # Replay hides allocations: the peak is the capture's, and its pool stays.
+        # A replay shows no allocations: the peak is the capture's, and its pool stays.
         arm.result.memory.allocated, arm.result.memory.reserved = captured["allocated"], captured["reserved"]
     return figures
 
@@ -276,7 +276,7 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
 
 
 def estimate(job: Job, settings: Settings) -> float:
-    """Seconds that a process is likely to take; one that none came before compiles as a cold one does."""
+    """Expected seconds of a process; a process without a predecessor compiles like a cold one."""
     imports, case = 4.0, job.arm.case
     if not job.arm.compiled:
         return imports + 2.0

@@ -1,8 +1,8 @@
-"""Medians, confidence intervals and verdicts: how two arms are told apart, and when they are not.
+"""Medians, confidence intervals and verdicts: when two arms differ, and when that cannot be decided.
 
 Every ratio is a *speed-up*: the reference's time over the arm's, so above 1 the arm is faster. Its interval is a
-percentile bootstrap over rounds. Timing noise is skewed and drifts with the clocks; therefore medians are taken, and
-rounds are paired where both arms ran in the same ones.
+percentile bootstrap over rounds. Timing noise is skewed and drifts with the clocks, so medians are used, and rounds are
+paired if both arms ran in the same rounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 RESAMPLES = 1999  # 50 of them in each tail
-# The widest interval that n samples can give for their median, [min, max], covers it with probability 1 - 2 ** (1 - n):
+# The widest interval for the median of n samples, [min, max], covers the median with probability 1 - 2 ** (1 - n):
 # 93.75 % with five samples, so a 95 % interval needs six.
 MIN_ROUNDS = 6
 
@@ -31,7 +31,7 @@ class Ratio:
     value: float
     low: float
     high: float
-    rounds: int  # samples it rests on; of the shorter arm if unpaired
+    rounds: int  # number of samples; those of the shorter arm if unpaired
     paired: bool  # round n of one arm was compared with round n of the other
 
     @property
@@ -46,7 +46,7 @@ class Ratio:
 
 
 def _checked(samples: Sequence[float], what: str) -> NDArray[np.float64]:
-    """The samples as an array, or a ValueError that says which one is no time."""
+    """The samples as an array, or a ValueError that names an invalid one."""
     array = np.asarray(samples, dtype=np.float64)
     if array.size == 0:
         raise ValueError(f"{what}: no samples; the arm ran no round, so give it a failure row instead")
@@ -62,7 +62,7 @@ def median(samples: Sequence[float]) -> float:
 
 
 def p10(samples: Sequence[float]) -> float:
-    """The tenth percentile: what a call takes when nothing else disturbs it. ValueError as for :func:`median`."""
+    """The tenth percentile: the time of an undisturbed call. ValueError as for :func:`median`."""
     return float(np.percentile(_checked(samples, "p10"), 10))
 
 
@@ -83,16 +83,16 @@ def _interval(resampled: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _seeded() -> np.random.RandomState:
-    # A fixed seed, and numpy's legacy generator because its stream is frozen for good: tables that are generated from
-    # committed rows must come out equal on every machine and every numpy.
+    # A fixed seed, and numpy's legacy generator, whose stream is frozen: tables generated from committed rows must be
+    # equal on every machine and with every numpy.
     return np.random.RandomState(0)
 
 
 def paired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
     """The arm's speed-up over the reference: the median over rounds of the ratio within a round.
 
-    What slows a whole round (a clock that drops, a busy neighbour) cancels out of its ratio, which makes the interval
-    narrower than that of two separate medians. Samples at one place are of one round.
+    A slowdown of a whole round (a lower clock, a busy neighbour) cancels out of its ratio, which makes the interval
+    narrower than that of two separate medians. Samples with the same index belong to the same round.
     """
     ratios = _checked(reference, "reference") / _checked(arm, "arm")
     few = ratios.size < MIN_ROUNDS
@@ -103,7 +103,7 @@ def paired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
 def unpaired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
     """The arm's speed-up over a reference that did not run in the same rounds: the ratio of two medians.
 
-    Each side is resampled on its own. Drift between the two sessions is in the ratio and not in the interval; an A/A
+    Each side is resampled separately. Drift between the two sessions affects the ratio but not the interval; an A/A
     noise floor does not catch it either. Errors as for ``median``.
     """
     first, second = _checked(reference, "reference"), _checked(arm, "arm")
@@ -111,15 +111,15 @@ def unpaired_ratio(reference: Sequence[float], arm: Sequence[float]) -> Ratio:
     rounds = min(first.size, second.size)
     if rounds < MIN_ROUNDS:
         return Ratio(value, 0.0, math.inf, rounds, paired=False)
-    random = _seeded()  # one stream: sides of one size would else be resampled alike
+    random = _seeded()  # one stream: two equal streams would resample sides of equal size alike
     low, high = _interval(_resampled_medians(first, random) / _resampled_medians(second, random))
     return Ratio(value, low, high, rounds, paired=False)
 
 
 def noise_floor(control: Ratio) -> float:
-    """How far two copies of one arm stand apart: the widest distance of the A/A interval from 1, as a fraction.
+    """The difference between two copies of an arm: the largest distance of the A/A interval from 1, as a fraction.
 
-    0.02 says that a factor of 1.02 either way can come from nothing at all. Infinite where the control has no interval.
+    0.02 means that a factor of 1.02 either way can be pure noise. Infinite if the control has no interval.
     """
     return math.inf if control.low == 0 else max(control.high, 1 / control.low) - 1
 
@@ -127,8 +127,8 @@ def noise_floor(control: Ratio) -> float:
 def verdict(speedup: Ratio, noise: float | None) -> Verdict:
     """``faster`` or ``slower`` only if the whole interval lies beyond the noise floor, else ``undetermined``.
 
-    ``noise`` is the A/A noise floor as a fraction, None where no control ran: then the interval decides alone, and
-    whoever shows the verdict must say that the noise is unknown.
+    ``noise`` is the A/A noise floor as a fraction, None if no control ran: then only the interval decides, and every
+    display of the verdict must say that the noise is unknown.
     """
     bound = 1 + (noise or 0.0)
     if speedup.low > bound:
@@ -139,9 +139,9 @@ def verdict(speedup: Ratio, noise: float | None) -> Verdict:
 
 
 def break_even_calls(compile_seconds: float, eager_ms: float, arm_ms: float) -> float:
-    """Calls until faster calls have paid back ``compile_seconds``, a whole number; infinite if they never do.
+    """Whole number of calls until their speed-up has paid back ``compile_seconds``; infinite if never.
 
-    Compile time is a difference of two measurements; a figure just below 0 counts as 0.
+    Compile time is a difference of two measurements, so a value just below 0 counts as 0.
     """
     _checked([eager_ms, arm_ms], "break-even")
     if not math.isfinite(compile_seconds):
@@ -154,11 +154,11 @@ def break_even_calls(compile_seconds: float, eager_ms: float, arm_ms: float) -> 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """How near a call comes to what the device can do; None where the work or the peak was not measured."""
+    """How close a call comes to the device's peak rates; None if work or peak was not measured."""
 
     bandwidth: float | None  # byte/s over the peak, as a fraction
     flops: float | None  # FLOP/s over the peak, as a fraction
-    times_floor: float | None  # the call's time over the roofline, the shortest that it can be
+    times_floor: float | None  # the call's time over the roofline's, the shortest possible
 
 
 def utilisation(
@@ -169,9 +169,9 @@ def utilisation(
     peak_bandwidth: float | None,
     peak_flops: float | None,
 ) -> Utilisation:
-    """Utilisation of one call from its fewest bytes, its FLOPs and the peaks (per second) of the same device.
+    """Utilisation of one call from its minimum bytes, its FLOPs and the peaks (per second) of the same device.
 
-    A fraction above 1 is kept: it says that bytes or peak are counted wrong, or that a cache served them.
+    A fraction above 1 is kept: it shows that bytes or peak are wrong, or that a cache served the bytes.
     """
     seconds = float(_checked([milliseconds], "utilisation")[0]) / 1e3
     pairs = ((bytes, peak_bandwidth), (flops, peak_flops))

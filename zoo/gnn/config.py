@@ -223,14 +223,14 @@ NORMS: dict[str, type[nn.Module]] = {"batch": GraphBatchNorm, "layer": GraphLaye
 def make(
     kind: str, classes: Mapping[str, type[nn.Module]], name: str | None, options: Mapping[str, Any], *sizes: int
 ) -> nn.Module:
-    """A norm or an activation by name; None for none. ValueError if there is none, or its options do not fit."""
+    """A norm or an activation by name; None for none. ValueError if the name is unknown or options do not fit."""
     if name is None:
         return nn.Identity()
     if name not in classes:
         raise ValueError(f"{kind} is {name!r}, expected None or one of {', '.join(classes)}")
     if options.get("momentum", 0.1) is None:
         raise ValueError("norm_kwargs has momentum=None, a cumulative average that reads the device at each step")
-    if "inplace" in options:  # it would write into what an operator returned, which may be needed elsewhere
+    if "inplace" in options:  # it would overwrite an operator's output, which may be needed elsewhere
         options = {**options, "inplace": False}
     try:
         return classes[name](*sizes, **options)

@@ -1,6 +1,6 @@
 """Prepared graphs: edges sorted by destination, with self-loops and normalisation done once.
 
-Built outside compiled code; ``GraphMemory`` remembers the graphs that were prepared from raw edges.
+They are built outside compiled code. ``GraphMemory`` caches the graphs that were prepared from raw edges.
 
 Shape legend: N nodes, S sources and D destinations of a rectangular graph, E edges, C channels.
 """
@@ -24,12 +24,12 @@ from zoo.ops.csr import GraphTensors, Split, Transpose, split_rows
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# A model remembers this many graphs that were prepared from raw edges.
+# Number of graphs, prepared from raw edges, that a model caches.
 REMEMBERED = 8
 
 
 def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep Dynamo out of a function. ``torch.compiler.disable`` as a decorator would import Dynamo with the zoo."""
+    """Keep Dynamo out of a function. The decorator ``torch.compiler.disable`` would import Dynamo with the zoo."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -43,17 +43,17 @@ def dynamo_disabled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 class Recipe(NamedTuple):
     """How a model prepares its graph, once for all layers."""
 
-    self_loops: bool = False  # exactly one a node; of several the last one's weight counts
-    normalize: bool = False  # weights are GCN's, w_ij / sqrt(d_i d_j) with weighted degrees d
-    improved: bool = False  # added self-loops weigh 2, if the graph has weights at all, as in torch-geometric
-    mean: bool = False  # inverse degrees are there
-    weighted: bool = True  # edge weights are used; a graph that has some is refused otherwise
+    self_loops: bool = False  # exactly one per node; of several the last one's weight counts
+    normalize: bool = False  # GCN's weights, w_ij / sqrt(d_i d_j) with weighted degrees d
+    improved: bool = False  # added self-loops weigh 2 if the graph has weights, as in torch-geometric
+    mean: bool = False  # compute inverse degrees
+    weighted: bool = True  # use edge weights; if False, a graph with weights is refused
 
 
 class _Structure:
     """A graph without weights, shared by graphs that differ in weights and recipe, and tensors derived from it.
 
-    Edges [E] are sorted by destination. ``origin`` is each edge's place in the input; past its end for an added one.
+    Edges [E] are sorted by destination. ``origin`` is each edge's place in the input, or past its end if added.
     """
 
     def __init__(self, edges: Sequence[Tensor], inputs: int, sizes: tuple[int, int]) -> None:
@@ -66,12 +66,12 @@ class _Structure:
         self._looped: _Structure | None = None
 
     def looped(self) -> _Structure:
-        """The same graph with exactly one self-loop a node that is both a source and a destination."""
+        """The same graph with exactly one self-loop per node that is both a source and a destination."""
         if self._looped is None:
             edges, is_loop = (self.source, self.destination, self.origin), self.source == self.destination
             loops, others = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
             nodes = torch.arange(min(self.sizes), dtype=self.source.dtype, device=self.source.device)
-            # Of several self-loops of a node the last of the input counts, on every device.
+            # If a node has several self-loops, the last in the input counts, on every device.
             origin = torch.full_like(nodes, -1)
             origin.scatter_reduce_(0, self.source[loops].long(), self.origin[loops], "amax")
             added = nodes, nodes, origin.masked_fill(origin == -1, self.inputs)
@@ -80,7 +80,7 @@ class _Structure:
         return self._looped
 
     def transpose(self) -> Transpose:
-        """Without weights; sorted at first use."""
+        """The transpose without weights, sorted at first use."""
         if self.transposed is None:
             source, order = torch.sort(self.source, stable=True)
             permutation = order.to(source.dtype)
@@ -99,7 +99,7 @@ class _Structure:
 
 
 def _pointers(ascending: Tensor, nodes: int) -> Tensor:
-    """[nodes + 1] int64, where the edges of each node start: there may be more than 2^31 edges."""
+    """Start of each node's edges: [nodes + 1] int64, since there may be more than 2^31 edges."""
     return torch.searchsorted(ascending, torch.arange(nodes + 1, dtype=ascending.dtype, device=ascending.device))
 
 
@@ -108,13 +108,13 @@ def _split(pointers: Tensor, edges: int) -> Split | None:
 
 
 class CSRGraph:
-    """A graph in compressed sparse rows, one row a destination, built once and used by every layer and every call.
+    """A graph in compressed sparse rows, one row per destination, built once and used by every layer and every call.
 
-    Build one by ``CSRGraph.from_edge_index``, or by ``model.prepare`` with self-loops and normalisation done. What a
-    model of another recipe needs is derived once and remembered.
+    Build it with ``CSRGraph.from_edge_index``, or with ``model.prepare`` including self-loops and normalisation. A
+    graph for another model's recipe is derived once and cached.
 
-    ``tensors`` is what regions see. Weights that require grad are normalised at each use. In-place changes of the
-    ``edge_index`` or of weights without grad are not seen: build another graph.
+    Regions see ``tensors``. Weights that require grad are normalised at each use. In-place changes of ``edge_index`` or
+    of weights without grad have no effect: build another graph.
     """
 
     def __init__(
@@ -125,24 +125,24 @@ class CSRGraph:
         self.recipe, self.weight_dtype = recipe, weight_dtype
         self.num_sources, self.num_destinations = structure.sizes
         self.is_square = self.num_sources == self.num_destinations
-        self._ready: dict[bool, GraphTensors] = {}  # without and with the transpose
-        self._others: dict[tuple[Recipe, torch.dtype], CSRGraph] = {}  # of other recipes
+        self._ready: dict[bool, GraphTensors] = {}  # False: without the transpose, True: with it
+        self._others: dict[tuple[Recipe, torch.dtype], CSRGraph] = {}  # derived graphs for other recipes
 
     @classmethod
     def from_edge_index(
         cls, edge_index: Tensor, edge_weight: Tensor | None = None, num_nodes: int | tuple[int, int] | None = None
     ) -> CSRGraph:
-        """Sort a graph by destination; edges, weights and duplicates stay as they are.
+        """Sort a graph by destination; edges, weights and duplicates are kept.
 
-        Takes ``edge_index`` [2, E] int64, sources above destinations, ``edge_weight`` [E] floating point or None, and
-        the number of nodes N, or (S, D) for a rectangular graph; one more than the greatest index when left out.
+        Takes ``edge_index`` [2, E] int64, with sources in the first row, ``edge_weight`` [E] floating point or None,
+        and the number of nodes N, or (S, D) for a rectangular graph; by default one more than the maximum index.
         TypeError or ValueError if a dtype, shape or device is wrong, or an index is out of range.
         """
         check_edges(edge_index)
         with torch.inference_mode(False), torch.no_grad():
             edge_index = edge_index.as_subclass(Tensor)  # it may be torch-geometric's EdgeIndex
             sizes, count = _node_counts(edge_index, num_nodes), edge_index.shape[1]
-            # Half the bytes to sort, to keep and to read again at every call.
+            # int32 halves the bytes to sort, to store and to read in every call.
             dtype = torch.int32 if count + max(sizes) < 2**31 else torch.int64
             source, destination = edge_index.to(dtype)
             origin = torch.arange(count, dtype=dtype, device=edge_index.device)
@@ -160,7 +160,7 @@ class CSRGraph:
         return CSRGraph(self._structure, edge_weight, Recipe(), accumulation_dtype(edge_weight.dtype))
 
     def prepared(self, recipe: Recipe, weight_dtype: torch.dtype = torch.float32) -> CSRGraph:
-        """The graph that a recipe asks for, always derived from the edges as they were given."""
+        """The graph of a recipe, always derived from the original edges."""
         key = recipe, weight_dtype
         graph = self if key == (self.recipe, self.weight_dtype) else self._others.get(key)
         if graph is not None:
@@ -176,7 +176,7 @@ class CSRGraph:
 
     @property
     def tensors(self) -> GraphTensors:
-        """What a region is given: with the transpose if gradients are enabled."""
+        """The inputs of a region, with the transpose if gradients are enabled."""
         learn = torch.is_grad_enabled()
         if self._differentiable:
             if learn and self._edges.transposed is None:
@@ -188,10 +188,10 @@ class CSRGraph:
 
     @dynamo_disabled
     def _prepare(self) -> None:
-        """Build all that can be built once; the transpose, which only gradients need, if they are enabled."""
+        """Build all constant tensors, including the transpose if gradients are enabled."""
         learn = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            # Adding self-loops reads sizes from the device: also done here if weights are normalised at each use.
+            # Adding self-loops reads sizes from the device, so it is done here even if each use normalises weights.
             edges = self._edges
             if learn:
                 edges.transpose()
@@ -231,7 +231,7 @@ class CSRGraph:
 
     @property
     def num_edges(self) -> int:
-        """Edges after self-loops were added."""
+        """Number of edges, including added self-loops."""
         return self._edges.count
 
     @property
@@ -285,9 +285,9 @@ class _Remembered(NamedTuple):
 
 
 class GraphMemory:
-    """Graphs prepared from raw edges, by identity and version of the tensors: the last ``REMEMBERED`` that are alive.
+    """A cache of graphs prepared from raw edges, keyed by identity and version of the tensors.
 
-    A copy or a pickle of the model starts with an empty memory.
+    It holds the last ``REMEMBERED`` graphs whose tensors are alive. Copies and pickles of the model start empty.
     """
 
     def __init__(self) -> None:
@@ -302,7 +302,7 @@ class GraphMemory:
         self, graph: CSRGraph | Tensor, edge_weight: Tensor | None, x: Tensor, recipe: Recipe,
         destinations: int | None = None,
     ) -> CSRGraph:  # fmt: skip
-        """Raw edges or any CSRGraph to what ``recipe`` asks for; x [S, C], and S destinations if left out."""
+        """Prepare raw edges or any CSRGraph by ``recipe``, for features x [S, C]; by default S destinations."""
         dtype = accumulation_dtype(x.dtype)
         if isinstance(graph, CSRGraph):
             if edge_weight is not None:
@@ -323,7 +323,7 @@ class GraphMemory:
             prepared = prepared.with_weights(edge_weight)
         prepared = prepared.prepared(recipe, dtype)
         if is_captured(prepared.device):
-            # Replays of the CUDA graph read its memory as long as the model lives.
+            # Replays of the CUDA graph read this graph's memory as long as the model lives.
             self._captured.append(prepared)
         return prepared
 
@@ -340,7 +340,7 @@ class GraphMemory:
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
-    """Refuse features that are not one row for each node of the graph, on its device."""
+    """Refuse features without exactly one row per node, or on another device than the graph's."""
     if x.shape[0] != count:
         raise ValueError(f"x has {x.shape[0]} rows, the graph {count} nodes; prepare it with num_nodes={x.shape[0]}")
     if x.device != device:
@@ -348,13 +348,13 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
 
 
 def check_edges(edge_index: Tensor) -> None:
-    """Refuse raw edges of a wrong kind or shape. Reads no value."""
+    """Refuse raw edges of a wrong type or shape, without reading values."""
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
     validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), hint=hint)
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
-    """(S, D), with every index checked, which reads the least and the greatest from the device."""
+    """(S, D). Checks every index, which reads the minimum and maximum from the device."""
     least, greatest = [0, 0], [-1, -1]
     if edge_index.shape[1]:
         least, greatest = torch.stack(edge_index.aminmax(dim=1)).tolist()

@@ -1,15 +1,15 @@
-"""GCN, GAT and GraphSAGE, and their convolutions, to build with or inside the models' layers.
+"""GCN, GAT and GraphSAGE, and their convolutions, for use in the models' layers or alone.
 
     x [N, C_in] ─ layer ─ layer ─ ... ─ conv ─▶ [N, C_out]         layer: conv ─ epilogue (bias ─ norm ─ act ─ dropout)
     edge_index ─ prepared once ─▶ graph ─┴─ to every conv          with jk all are layers, and a linear head follows
 
-Sorting, self-loops and degrees, which depend on the graph alone, are done outside the regions, once. A layer is a
-region; the first, the last and all between compile to one graph each, at any depth.
+Sorting, self-loops and degrees depend only on the graph, and are done once, outside the regions. A layer is a region.
+The first layer, the last and all others compile to one graph each, at any depth.
 
 A convolution takes features and a graph: prepared tensors inside a region, elsewhere also a CSRGraph or a raw
-``edge_index``, which it prepares and remembers. Arguments are torch-geometric's. On a rectangular graph of S sources
-and D destinations, outputs are of the destinations, and features a pair ([S, C_s], [D, C_d]); or those of the sources
-alone, of which the destinations are the first.
+``edge_index``, which it prepares and caches. Arguments are torch-geometric's. On a rectangular graph of S sources and D
+destinations, outputs belong to the destinations. Features are a pair ([S, C_s], [D, C_d]), or only those of the
+sources, whose first D are the destinations.
 
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
@@ -30,14 +30,14 @@ from zoo.ops.common import accumulation_dtype, differentiated, is_unmodified, ke
 from zoo.ops.csr import GraphTensors, add_bias, attention, max_neighbours, mean_neighbours, sum_neighbours
 
 Graph: TypeAlias = GraphTensors | CSRGraph | Tensor
-Graphs: TypeAlias = tuple[GraphTensors, ...]  # of a sampled batch, one for each layer
-Features: TypeAlias = Tensor | tuple[Tensor, Tensor]  # of all nodes, or of sources and of destinations
-VECTOR = 8  # values of half precision in 16 bytes
-MANY_NODES = 2**16  # from here on padding the weights pays off
+Graphs: TypeAlias = tuple[GraphTensors, ...]  # the graphs of a sampled batch, one per layer
+Features: TypeAlias = Tensor | tuple[Tensor, Tensor]  # features of all nodes, or of sources and destinations
+VECTOR = 8  # half-precision values in 16 bytes
+MANY_NODES = 2**16  # minimum nodes for which padding the weights pays off
 
 
 class _Conv(nn.Module):
-    """How a graph becomes tensors. The product comes before or after the sum, where edges move fewer values."""
+    """Base of convolutions: prepares graphs. The product runs before or after the sum, so that edges move less data."""
 
     recipe: Recipe
 
@@ -47,13 +47,13 @@ class _Conv(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A parameter whose dtype and device the features must have."""
+        """The parameter whose dtype and device the features must match."""
         return next(self.parameters())
 
     def _tensors(
         self, graph: Graph, edge_weight: Tensor | None, x: Features, *linears: nn.Linear | None
     ) -> GraphTensors:
-        """Prepare a graph for features that go through one layer or, of sources and destinations, through two."""
+        """Prepare a graph for features with one linear layer, or with two for sources and destinations."""
         if isinstance(graph, GraphTensors):
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with prepared tensors; use graph.with_weights(edge_weight)")
@@ -84,9 +84,9 @@ class _Conv(nn.Module):
 class GCNConv(_Conv):
     """Graph convolution of Kipf and Welling (https://arxiv.org/abs/1609.02907), torch-geometric's ``GCNConv``.
 
-    Self-loops follow ``normalize`` when left out. ``input_layer``: the features need no gradient, so at equal widths
-    neighbours are summed first, and the backward need not walk the edges. ``improved`` self-loops weigh 2, on graphs
-    with edge weights alone.
+    ``add_self_loops`` defaults to ``normalize``. With ``input_layer`` the features need no gradient, so at equal widths
+    the sum runs first and the backward need not walk the edges. ``improved`` self-loops weigh 2, only on graphs with
+    edge weights.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GCNConv(_Conv):
         if add_self_loops and not normalize:
             raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
         self.recipe = Recipe(self_loops=add_self_loops, normalize=normalize, improved=improved and add_self_loops)
-        # (A X) W and A (X W) are the same but for rounding; edges move the narrower of the two.
+        # (A X) W and A (X W) differ only in rounding; edges move the narrower of X and X W.
         self.aggregate_first = in_channels < out_channels or (input_layer and in_channels == out_channels)
         self.lin = nn.Linear(in_channels, out_channels, bias=False)
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
@@ -113,7 +113,7 @@ class GCNConv(_Conv):
     def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
 
-        ``relu`` comes last; where no gradient is recorded, the kernel before it applies it.
+        ``relu`` comes last. Without gradients the preceding kernel applies it.
         """
         graph = self._tensors(graph, edge_weight, x, self.lin)
         if self.aggregate_first:
@@ -126,7 +126,7 @@ class SAGEConv(_Conv):
     """GraphSAGE convolution (https://arxiv.org/abs/1706.02216), torch-geometric's ``SAGEConv``.
 
     ``in_channels`` may be (sources, destinations), ``aggr`` is ``"mean"``, ``"max"`` or ``"sum"``, and ``input_layer``
-    is as for ``GCNConv``.
+    is the same as in ``GCNConv``.
     """
 
     def __init__(
@@ -139,17 +139,17 @@ class SAGEConv(_Conv):
         sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr, self.normalize = aggr, normalize
-        # Mean and sum may follow the weight, so that edges move the narrower side; a maximum may not.
+        # Mean and sum may follow the product, so that edges move the narrower features; a maximum may not.
         no_gradient = input_layer and not project
         self.aggregate_first = aggr == "max" or sources < out_channels or (no_gradient and sources == out_channels)
-        # One product serves neighbours and the node itself.
+        # One product computes the parts of the neighbours and of the node itself.
         self.in_one = isinstance(in_channels, int) and root_weight and not project and aggr != "max"
         self.lin = nn.Linear(sources, sources) if project else None
         self.lin_l = nn.Linear(sources, out_channels, bias=bias)
         self.lin_r = nn.Linear(destinations, out_channels, bias=False) if root_weight else None
 
     def reset_parameters(self) -> None:
-        """As ``nn.Linear`` draws them."""
+        """Initialise like ``nn.Linear``."""
         for linear in (self.lin, self.lin_l, self.lin_r):
             if linear is not None:
                 linear.reset_parameters()
@@ -163,7 +163,7 @@ class SAGEConv(_Conv):
         if self.in_one and self.lin_r is not None and isinstance(x, Tensor):
             weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
-                # With fewer rows than the features have, a product before the sum would compute all of them.
+                # With fewer destinations than sources, a product before the sum would compute unneeded rows.
                 out = _linear(aggregate(x, graph, own="concat"), torch.cat(weights, dim=1), bias, last)
             else:
                 width = weight.shape[0]
@@ -188,9 +188,9 @@ class SAGEConv(_Conv):
 class GATConv(_Conv):
     """Graph attention (https://arxiv.org/abs/1710.10903), torch-geometric's ``GATConv`` without edge features.
 
-    ``out_channels`` is the width of one head; heads stand side by side, or with ``concat=False`` their mean is taken.
-    ``in_channels`` may be (sources, destinations), which then have weights of their own. In training a neighbour is
-    left out with probability ``dropout``.
+    ``out_channels`` is the width of one head. Heads are concatenated, or averaged with ``concat=False``.
+    ``in_channels`` may be (sources, destinations), which then have separate weights. Training drops a neighbour with
+    probability ``dropout``.
     """
 
     def __init__(
@@ -236,8 +236,8 @@ class GATConv(_Conv):
         assert of_sources is not None and of_own is not None
         graph = self._tensors(graph, edge_weight, x, of_sources, of_own)
         sources, own = x if isinstance(x, tuple) else (x, x)
-        # Scores are linear in the features: a product of the weights gives them in the same pass. In TF32 they differ
-        # from torch-geometric's by 1e-4, with the same error.
+        # Scores are linear in the features, so a product of the weights computes features and scores in one pass. In
+        # TF32 the scores differ from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
         if isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
@@ -257,16 +257,16 @@ class GATConv(_Conv):
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:
-    """What maps features to the scores of every head: weight [H C, C_in], K vectors [1, H, C] -> [K H, C_in]."""
+    """Weights that map features to every head's scores: weight [H C, C_in], K vectors [1, H, C] -> [K H, C_in]."""
     stacked = torch.cat(vectors).transpose(0, 1)  # [H, K, C]
     by_head = torch.bmm(stacked, weight.view(stacked.shape[0], stacked.shape[2], -1))  # [H, K, C_in]
     return by_head.transpose(0, 1).reshape(-1, weight.shape[1])
 
 
 def _product(x: Tensor, *weights: Tensor) -> Tensor:
-    """Features [N, C_in] times K weights [C_out, C_in], side by side: [N, K C], where C is C_out or a little more.
+    """Features [N, C_in] times K weights [C_out, C_in], concatenated: [N, K C], where C is C_out or a little more.
 
-    For many nodes on a GPU zeros pad each weight's part to whole vectors, which are written and read faster.
+    For many nodes on a GPU zeros pad each weight's part to whole vectors, whose reads and writes are faster.
     """
     missing = -weights[0].shape[0] % VECTOR
     if missing and x.shape[0] >= MANY_NODES and kernels_run(x):
@@ -275,7 +275,7 @@ def _product(x: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """``F.linear``, and a relu that costs no pass over the result where no gradient is wanted."""
+    """``F.linear`` and a relu; without gradients the relu needs no extra pass."""
     if (
         relu and bias is not None and x.dtype == weight.dtype == bias.dtype and kernels_run(x, weight, bias)
         and not differentiated(x, weight, bias) and not torch.is_autocast_enabled(x.device.type)
@@ -321,7 +321,7 @@ class GNNHead(nn.Module):
 
 
 class GNNEpilogue(nn.Module):
-    """What follows the convolution of a hidden layer, the same in all three models."""
+    """Norm, activation and dropout after a hidden layer's convolution; equal in all three models."""
 
     def __init__(self, config: GNNConfig) -> None:
         super().__init__()
@@ -332,17 +332,17 @@ class GNNEpilogue(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Sums of a convolution [N, C] -> [N, C]; ``rows`` [] int64: how many are no padding, None for all."""
+        """Sums of a convolution [N, C] -> [N, C]; ``rows`` [] int64: number of rows before padding, None for all."""
         x = self._norm(self.act(x), rows) if self.act_first else self.act(self._norm(x, rows))
         return self.dropout(x)
 
     def _norm(self, x: Tensor, rows: Tensor | None) -> Tensor:
-        # Padding changes nothing for the others, unless a mean over all rows counts it.
+        # Padding affects other rows only in a mean over all rows.
         return self.norm(x, rows) if rows is not None and getattr(self.norm, "over_nodes", False) else self.norm(x)
 
 
 class GNNLayer(nn.Module):
-    """The region: a convolution and its epilogue. If ``jk`` is None, the last layer has no epilogue."""
+    """The region: a convolution and its epilogue. With ``jk=None`` the last layer has no epilogue."""
 
     def __init__(self, config: GNNConfig, index: int) -> None:
         super().__init__()
@@ -351,9 +351,9 @@ class GNNLayer(nn.Module):
         self.epilogue = None if last else GNNEpilogue(config)
 
     def forward(self, x: Tensor, graph: GraphTensors) -> Tensor:
-        """Features [N, C_in] -> [N, C_out]; of a sampled batch the first D rows alone, [D, C_out]."""
+        """Features [N, C_in] -> [N, C_out]; for a sampled batch only the first D rows, [D, C_out]."""
         if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-            # The product would round it anyway; rounded here, the edges move half the bytes.
+            # The product would round x anyway; rounded before the sum, edges move half the bytes.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if self._ends_in_relu():
             return self.conv(x, graph, relu=True)
@@ -361,7 +361,7 @@ class GNNLayer(nn.Module):
         return x if self.epilogue is None else self.epilogue(x, graph.rows)
 
     def _ends_in_relu(self) -> bool:
-        """Whether the epilogue is a relu alone, and nobody listens to what the convolution or the relu returns."""
+        """Whether the epilogue is only a relu, and neither the convolution nor the relu has hooks."""
         after = self.epilogue
         if after is None or not is_unmodified(after, GNNEpilogue) or not is_unmodified(after.act, nn.ReLU):
             return False
@@ -370,7 +370,7 @@ class GNNLayer(nn.Module):
         return nothing_else and any(is_unmodified(self.conv, cls) for cls in _CONVS.values())
 
 
-# A graph has few kernels, which this process compiles before a worker could start. Their block size does not matter.
+# A graph has few kernels. This process compiles them before a worker could start. Their block sizes do not matter.
 _PASSES = {"compile_threads": 1, "triton.autotune_pointwise": False}
 REGIONS = (
     Region(GNNLayer, graphs=3, why="product, sum over edges, epilogue: first, last and other layers", options=_PASSES),
@@ -379,7 +379,7 @@ REGIONS = (
 
 
 class GNN(nn.Module):
-    """Base of the three models: layers in a row, over a graph that is prepared from raw edges if need be."""
+    """Base of the three models: a chain of layers over a graph, which is prepared from raw edges if necessary."""
 
     config: GNNConfig
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -397,12 +397,12 @@ class GNN(nn.Module):
     def prepare(
         self, edge_index: Tensor | CSRGraph, edge_weight: Tensor | None = None, num_nodes: int | None = None
     ) -> CSRGraph:
-        """The graph with everything done that this model needs, to pass in place of ``edge_index``.
+        """Prepare the graph for this model. Pass the result to ``forward`` as ``edge_index``.
 
-        ``forward`` does the same with raw edges and remembers the last few, but a prepared graph also goes through
-        ``torch.compile(model, fullgraph=True)`` and an outer CUDA graph. Takes ``edge_index`` [2, E] int64 or a
-        CSRGraph, ``edge_weight`` [E] for GCN, and the number of nodes N, without which isolated nodes at the end are
-        forgotten. Raises as ``CSRGraph.from_edge_index``.
+        ``forward`` prepares raw edges itself and caches the last few graphs, but only a prepared graph works in
+        ``torch.compile(model, fullgraph=True)`` and in an outer CUDA graph. Takes ``edge_index`` [2, E] int64 or a
+        CSRGraph, ``edge_weight`` [E] for GCN, and the number of nodes N. The default N omits isolated nodes at the end.
+        Errors are those of ``CSRGraph.from_edge_index``.
         """
         if not isinstance(edge_index, CSRGraph):
             edge_index = CSRGraph.from_edge_index(edge_index, edge_weight, num_nodes)
@@ -420,9 +420,9 @@ class GNN(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> Tensor:
         """Features [N, C_in] -> [N, C_out].
 
-        Takes ``edge_index`` [2, E] int64, sources above destinations, or a CSRGraph; a GCN with raw edges factors
-        ``edge_weight`` [E]; a GraphSAGE the features of ``SampledBatch.nodes`` with its ``graphs``, and gives [B,
-        C_out]. What does not fit is a TypeError or ValueError before anything runs.
+        ``edge_index`` is [2, E] int64, with sources in the first row, or a CSRGraph. A GCN with raw edges also takes
+        factors ``edge_weight`` [E]. A GraphSAGE also takes the features of ``SampledBatch.nodes`` with the batch's
+        ``graphs`` -> [B, C_out]. Raises TypeError or ValueError if an input does not fit, before anything runs.
         """
         outputs: list[Tensor] = []
         for layer, graph in zip(self.layers, self._graphs(x, edge_index, edge_weight), strict=True):
@@ -431,7 +431,7 @@ class GNN(nn.Module):
                 outputs.append(x)
         if self.head is None:
             return x
-        # Of a sampled batch each layer has fewer rows.
+        # In a sampled batch each layer has fewer rows.
         rows = x.shape[0]
         return self.head([each if each.shape[0] == rows else each[:rows] for each in outputs] or [x])
 
@@ -452,7 +452,7 @@ class GNN(nn.Module):
         return (tensors,) * self.config.num_layers
 
     def region_sizes(self, x: Tensor, edge_index: Tensor | CSRGraph | Graphs, edge_weight: Tensor | None = None) -> int:
-        """How many sizes of input the regions see in one call; see ``zoo.enforce_budget``."""
+        """Number of input sizes that the regions see in one call; see ``zoo.enforce_budget``."""
         if not isinstance(edge_index, tuple):
             return 1
         return len({(graph.rowptr.shape, graph.source.shape) for graph in edge_index})
@@ -477,7 +477,7 @@ class GraphSAGE(GNN):
 
 
 def _check_sampled(x: Tensor, graphs: Graphs, layers: int) -> None:
-    """Each layer's graph must read the rows that the layer before it computes, and write at most as many."""
+    """Check that each layer's graph reads the rows of the previous layer and writes at most as many."""
     if not all(isinstance(graph, GraphTensors) for graph in graphs):
         raise TypeError(f"edge_index is a {type(graphs).__name__}; pass batch.graphs with x[batch.nodes]")
     if len(graphs) != layers:
@@ -505,9 +505,9 @@ def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
 
 
 def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
-    """Normal features ``x`` [N, C_in] and drawn edges ``edge_index`` [2, E], the same on every device for a seed.
+    """Normal features ``x`` [N, C_in] and random edges ``edge_index`` [2, E], the same on every device for a seed.
 
-    There are no self-loops (but for a single node), so that all seeds give prepared graphs of one shape.
+    There are no self-loops (except with a single node), so that all seeds give prepared graphs of one shape.
     """
     validate.count("num_nodes", num_nodes)
     weight = next(model.parameters())

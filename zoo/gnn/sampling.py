@@ -1,8 +1,8 @@
 """Neighbour sampling for training on large graphs, in few static shapes.
 
-A batch is padded to a bucket, so that one compiled and captured step serves every batch of it. It lists its nodes hop
-by hop, the seeds first. Each layer computes a prefix of the rows of the layer before it: the first all nodes but those
-of the last hop, and so on to the last layer, which computes the seeds.
+A batch is padded to a bucket, so that one compiled and captured step serves every batch of the bucket. A batch lists
+its nodes hop by hop, the seeds first. Each layer computes a prefix of the previous layer's rows: the first layer all
+nodes except those of the last hop, the last layer only the seeds.
 
 Shape legend: B seeds of a batch, N nodes and E edges of its bucket, R rows of a layer; n and e before padding.
 """
@@ -29,9 +29,9 @@ from zoo.ops.csr import GraphTensors, Transpose, distinct
 
 
 class Bucket(NamedTuple):
-    """What a batch is padded to.
+    """The sizes of a padded batch.
 
-    ``layers`` are (rows, edges into them) from the first layer, with all E edges, to the last, with B rows.
+    ``layers`` has (rows, edges into these rows) from the first layer, with all E edges, to the last, with B rows.
     """
 
     nodes: int  # N
@@ -54,9 +54,9 @@ class Bucket(NamedTuple):
 class SampledBatch(NamedTuple):
     """A sampled part of a graph, padded to a bucket. Rows and edges of padding come last; no seed depends on them."""
 
-    nodes: Tensor  # [N] int64, numbers in the large graph, the seeds first; 0 where padded
-    seeds: Tensor  # [B] int64, the nodes to learn from; -1 where the last batch of an epoch has fewer
-    graphs: tuple[GraphTensors, ...]  # of each layer, in place of ``edge_index``: reads N or R rows, writes R or B
+    nodes: Tensor  # [N] int64, ids in the large graph, the seeds first; 0 for padding
+    seeds: Tensor  # [B] int64, the training nodes; -1 for padding in an epoch's last batch
+    graphs: tuple[GraphTensors, ...]  # one per layer, for ``edge_index``: reads N or R rows, writes R or B
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SampledBatch:
         """The batch on a device."""
@@ -68,7 +68,7 @@ class SampledBatch(NamedTuple):
         return pytree.tree_map_only(Tensor, Tensor.pin_memory, self)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The seeds' part [B, ...] of all nodes' labels; -100, which torch's losses leave out, where padded.
+        """The seeds' labels [B, ...] from the labels of all nodes; padding gets -100, which torch's losses ignore.
 
         IndexError if ``labels`` are not those of all nodes.
         """
@@ -77,32 +77,32 @@ class SampledBatch(NamedTuple):
 
 
 class Subgraph(NamedTuple):
-    """A sampled part of a graph as it was drawn, n nodes and e edges."""
+    """A sampled part of a graph before padding, with n nodes and e edges."""
 
-    nodes: Tensor  # [n] int64, numbers in the large graph, the seeds first
-    seeds: Tensor  # [B] int64, the nodes to learn from; fewer at the end of an epoch
-    counts: Tensor  # how many edges go into each node, for all nodes but those of the last hop
-    source: Tensor  # [e] int32, the source of each edge in the numbers of ``nodes``; edges are sorted by destination
+    nodes: Tensor  # [n] int64, ids in the large graph, the seeds first
+    seeds: Tensor  # [B] int64, the training nodes; fewer at the end of an epoch
+    counts: Tensor  # number of edges into each node, for all nodes except those of the last hop
+    source: Tensor  # [e] int32, the source of each edge as an index into ``nodes``; edges are sorted by destination
     sizes: Bucket  # before padding
 
     @property
     def edge_index(self) -> Tensor:
-        """[2, e] int64, sources above destinations, in the numbers of ``nodes``."""
+        """[2, e] int64, sources in the first row, as indices into ``nodes``."""
         return torch.stack([self.source, _destinations(self.counts, len(self.source))]).long()
 
     @property
     def hop_nodes(self) -> list[int]:
-        """How many nodes each hop met first, the seeds before all."""
+        """Number of new nodes per hop, starting with the seeds."""
         rows = [0, *(rows for rows, _ in reversed(self.sizes.layers)), self.sizes.nodes]
         return [b - a for a, b in itertools.pairwise(rows)]
 
     @property
     def hop_edges(self) -> list[int]:
-        """How many edges each hop drew, in the order of ``edge_index``."""
+        """Number of edges per hop, in the order of ``edge_index``."""
         return [b - a for a, b in itertools.pairwise([0, *(edges for _, edges in reversed(self.sizes.layers))])]
 
     def padded(self, bucket: Bucket) -> SampledBatch:
-        """The batch in the shapes of a bucket that holds it."""
+        """The batch, padded to a bucket that holds it."""
         most_rows, most_edges = bucket.layers[0]
         rows, edges = self.sizes.layers[0]
         rowptr = torch.full((most_rows + 1,), edges, device=self.counts.device)
@@ -125,17 +125,17 @@ def _destinations(counts: Tensor, edges: int) -> Tensor:
 
 
 def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, int], sources: int) -> GraphTensors:
-    """One layer's part of a graph, padded to R ``rows`` and ``edges``; ``sizes`` are those that were drawn."""
+    """One layer's part of a graph, padded to R ``rows`` and ``edges``; ``sizes`` are those before padding."""
     assert graph.inverse_degree is not None
     nodes, drawn = sizes
     source = graph.source[:drawn]
     order = source.sort(stable=True).indices.int()
-    # Counted without waiting for a GPU, as bincount would.
+    # Unlike bincount this does not synchronise with a GPU.
     colptr = torch.zeros(sources + 1, dtype=torch.int64, device=source.device)
     colptr[1:].index_add_(0, source, colptr.new_ones(1).expand(drawn))
     return GraphTensors(
         rowptr=graph.rowptr[: rows + 1].clamp(max=drawn),
-        # Padded with 0: sources of further edges may not be rows of this layer's features.
+        # Padded with 0: sources of later edges may exceed the rows of this layer's features.
         source=_pad(source, edges),
         destination=_pad(graph.destination[:drawn], edges, rows),
         inverse_degree=graph.inverse_degree[:rows],
@@ -153,24 +153,24 @@ def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
 
 
 class NeighborSampler:
-    """Batches of seeds with sampled neighbours, hop by hop, for a GraphSAGE whose layers are as many as the hops.
+    """Batches of seeds with sampled neighbours, hop by hop, for a GraphSAGE with as many layers as hops.
 
-    Each node gets up to ``fanouts[hop]`` of its neighbours, drawn without replacement, in the hop that first meets it,
-    as in torch-geometric's ``NeighborLoader``. Batch ``i`` of epoch ``e`` is the same in every run with this seed,
-    however many threads sample; a GPU draws the same seeds and other neighbours.
+    Each node gets up to ``fanouts[hop]`` of its neighbours, sampled without replacement, in the hop after its first
+    occurrence, as in torch-geometric's ``NeighborLoader``. Batch ``i`` of epoch ``e`` is the same in every run with one
+    seed, for any number of threads. A GPU samples the same seeds but other neighbours.
 
     Args:
-        edge_index: [2, E] int64, sources above destinations.
-        fanouts: Neighbours a node, hop by hop from the seeds outward; -1 for all.
-        batch_size: B; all seeds, if these are fewer.
-        seeds: [n] int64, nodes to draw batches from; all when left out.
-        num_nodes: One more than the greatest index when left out.
-        buckets: Of which a batch takes the smallest that holds it. When left out: one with a tenth of room over a few
-            batches, and the largest that any batch can need.
-        shuffle: Draw seeds in a new order each epoch.
-        seed: Of orders and neighbours.
-        workers: Threads that sample ahead on the host; 0 samples when a batch is asked for. A GPU needs none.
-        device: Where edges are kept, four bytes each, and batches are made.
+        edge_index: [2, E] int64, sources in the first row.
+        fanouts: Neighbours per node, hop by hop from the seeds outward; -1 for all.
+        batch_size: B; the number of seeds if that is smaller.
+        seeds: [n] int64, the nodes of which batches are made; all by default.
+        num_nodes: By default one more than the maximum index.
+        buckets: A batch takes the smallest bucket that holds it. By default two: a few measured batches with a tenth
+            of slack, and the largest that any batch can need.
+        shuffle: Shuffle the seeds in each epoch.
+        seed: Seed of orders and neighbours.
+        workers: Threads that sample ahead on the host; 0 samples on demand. A GPU needs none.
+        device: Device that stores the edges, four bytes each, and makes the batches.
 
     Raises:
         TypeError, ValueError: If an argument does not fit, or no bucket holds every batch.
@@ -190,7 +190,7 @@ class NeighborSampler:
         self.device = _device(device)
         self._stream: torch.cuda.Stream | None = None
         with torch.no_grad():
-            # Sorted where the edges are: a GPU does it in a moment.
+            # Sorted on the edges' device: a GPU is fast.
             tensors = CSRGraph.from_edge_index(edge_index, num_nodes=num_nodes).tensors
         self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
@@ -209,7 +209,7 @@ class NeighborSampler:
             raise ValueError(f"a batch may need {most}, which none of the buckets {self.buckets} holds")
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         return -(-len(self.seeds) // self.batch_size)
 
     def __iter__(self) -> Iterator[SampledBatch]:
@@ -232,7 +232,7 @@ class NeighborSampler:
     def epoch(self, number: int, then: Callable[[SampledBatch], Any] | None = None) -> Iterator[Any]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
 
-        ``then`` is called with each batch: on a CPU by the thread that sampled it, on a GPU on the caller's stream.
+        ``then`` is called with each batch: on a CPU by the sampling thread, on a GPU on the caller's stream.
         """
         return self._batches(number, self._padded, then)
 
@@ -249,7 +249,7 @@ class NeighborSampler:
             return finish(self._drawn(parts[index], number, index))
 
         if self.device.type == "cuda":
-            # On the user's stream, which may read what the user has written since.
+            # On the user's stream, so that it sees the user's earlier writes.
             yield from map(after, self._on_stream(draw, len(parts)))
         elif self.workers:
             yield from _in_threads(lambda index: after(draw(index)), len(parts), self.workers)
@@ -257,8 +257,8 @@ class NeighborSampler:
             yield from map(after, map(draw, range(len(parts))))
 
     def _on_stream(self, make: Callable[[int], Any], count: int) -> Iterator[Any]:
-        """Sample on a stream of its own: the host waits for sizes while the GPU runs the last step."""
-        # Always the same stream: the allocator keeps memory for each.
+        """Sample on a separate stream: the host waits for sizes while the GPU runs the last step."""
+        # Always the same stream, since the allocator caches memory per stream.
         stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for index in range(count):
@@ -278,11 +278,11 @@ class NeighborSampler:
         """One batch of an epoch, as :meth:`subgraphs` gives it; -1 is the last one."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"index is {index}, but an epoch has {len(self)} batches; use 0 to {len(self) - 1}")
-        index %= len(self)  # neighbours are drawn by the number from the first
+        index %= len(self)  # the random seed of neighbours uses the nonnegative index
         return self._drawn(self.seeds_of(epoch)[index], epoch, index)
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
-        """A batch of one of ``buckets`` with one seed and no edges, to compile and capture a step ahead of time."""
+        """A batch in one of ``buckets`` with one seed and no edges, to compile and capture a step ahead of time."""
         if bucket not in self.buckets:
             raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
         seed, counts = self.seeds_of(0)[0][:1], self._rowptr.new_zeros(1)
@@ -290,14 +290,14 @@ class NeighborSampler:
         return alone.padded(bucket)
 
     def seeds_of(self, epoch: int) -> tuple[Tensor, ...]:
-        """The seeds of each batch of an epoch, in order, each [B] or for the last one fewer."""
+        """The seeds of each batch of an epoch, in order, [B] each; the last may have fewer."""
         seeds = self.seeds
         if self.shuffle:
             seeds = seeds[torch.randperm(len(seeds), generator=self._random(epoch))]
         return seeds.to(self.device).split(self.batch_size)
 
     def _random(self, epoch: int, batch: int = -1, device: torch.device | str = "cpu") -> torch.Generator:
-        """A generator for each epoch's order (batch -1) and for each batch: none depends on another."""
+        """An independent generator for each epoch's order (batch -1) and for each batch."""
         return torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {epoch} {batch}".encode()))
 
     def _padded(self, drawn: Subgraph) -> SampledBatch:
@@ -312,7 +312,7 @@ class NeighborSampler:
         for fanout in self.fanouts:
             picked, count = self._neighbours(frontier, fanout, random)
             edges += len(picked)
-            # The layer that reads this hop's nodes computes the nodes of the hops before.
+            # The layer that reads this hop's nodes computes the nodes of all earlier hops.
             layers.append((known, edges))
             new = torch.unique(picked[local[picked] < 0])
             local[new] = torch.arange(known, known + len(new), dtype=torch.int32, device=device)
@@ -325,7 +325,7 @@ class NeighborSampler:
         return Subgraph(torch.cat(nodes), seeds, torch.cat(counts), torch.cat(sources), sizes)
 
     def _neighbours(self, nodes: Tensor, fanout: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Sources of up to ``fanout`` edges into each node, one node after the other, and how many each has."""
+        """Sources of up to ``fanout`` edges into each node, node after node, and the number per node."""
         start = self._rowptr[nodes]
         degree = self._rowptr[nodes + 1] - start
         count = degree if fanout < 0 else degree.clamp(max=fanout)
@@ -335,12 +335,12 @@ class NeighborSampler:
         place = torch.arange(total, device=self.device) - first[of]
         many = degree > count
         if fanout > 0:
-            # Nodes with more neighbours than are wanted get drawn places instead of the first ones.
+            # Nodes with more than ``fanout`` neighbours get sampled places instead of the first ones.
             place[many[of]] = distinct(degree[many], fanout, random).flatten()
         return self._source[start[of] + place].long(), count
 
     def _largest_bucket(self) -> Bucket:
-        """A bucket that holds every batch: a node is expanded once, and no edge is drawn twice."""
+        """A bucket that holds every batch, since a node is expanded once and no edge is drawn twice."""
         frontier = nodes = self.batch_size
         edges, all_edges = 0, len(self._source)
         layers = []
@@ -353,7 +353,7 @@ class NeighborSampler:
         return Bucket(nodes, tuple(reversed(layers)))
 
     def _measured_buckets(self, most: Bucket) -> list[Bucket]:
-        """A bucket with a tenth of room over four batches, and the one that holds every batch."""
+        """A bucket that holds four batches with a tenth of slack, and the one that holds every batch."""
         drawn = [self._drawn(part, 0, index).sizes.flat() for index, part in enumerate(self.seeds_of(0)[:4])]
         room = [-(-int(1.1 * max(found)) // 1024) * 1024 for found in zip(*drawn, strict=True)]
         nodes, *layers = map(min, room, most.flat())
@@ -362,13 +362,13 @@ class NeighborSampler:
 
 
 def _in_threads(make: Callable[[int], Any], count: int, workers: int) -> Iterator[Any]:
-    """What ``make`` returns for 0 to ``count``, in order, made ahead by threads that run on one core each."""
+    """Results of ``make`` for 0 to ``count``, in order, computed ahead by threads that run on one core each."""
     workers, openmp = min(workers, count), torch.backends.openmp.is_available()
     ready, threads = threading.Barrier(workers + 1), torch.get_num_threads()
 
     def take_one_core() -> None:
-        if openmp:  # without it torch has one pool for all threads
-            torch.get_num_threads()  # the first question sets a thread's number
+        if openmp:  # without OpenMP torch has one pool for all threads
+            torch.get_num_threads()  # a thread's first call initialises its number
             torch.set_num_threads(1)
         ready.wait()
 
@@ -378,7 +378,7 @@ def _in_threads(make: Callable[[int], Any], count: int, workers: int) -> Iterato
         ahead = deque(pool.submit(make, index) for index in range(min(count, 2 * workers)))
         ready.wait()
         if openmp:
-            torch.set_num_threads(threads)  # of threads that start later
+            torch.set_num_threads(threads)  # for threads that start later
         for index in range(len(ahead), count):
             ahead.append(pool.submit(make, index))
             yield ahead.popleft().result()

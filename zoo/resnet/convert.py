@@ -1,6 +1,6 @@
 """To and from torchvision's ``ResNet``, its pretrained weights by name, and batch norms folded into convolutions.
 
-torchvision is imported when a model is converted or weights are asked for by name.
+torchvision is imported when a model is converted or weights are requested by name.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 
 
 def table(config: ResNetConfig) -> Table:
-    """{theirs: ours}; ValueError for a folded model, whose norms are part of its convolutions."""
+    """{torchvision's name: the zoo's name}; ValueError for a folded model, whose norms are in its convolutions."""
     if config.folding is not None:
         raise ValueError(
             "batch norms are folded into the convolutions: convert or load a model with norms, then fold it"
@@ -39,7 +39,7 @@ def table(config: ResNetConfig) -> Table:
 
 
 def config_of(module: nn.Module) -> ResNetConfig:
-    """The configuration of a torchvision model; NotImplementedError if it is no ``ResNet``, ValueError if changed."""
+    """The configuration of a torchvision model. NotImplementedError if not a ``ResNet``, ValueError if changed."""
     torchvision = upstream("torchvision.models.resnet")
     if not isinstance(module, torchvision.ResNet):
         raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
@@ -49,7 +49,7 @@ def config_of(module: nn.Module) -> ResNetConfig:
     layers: Any = tuple(len(stage) for stage in stages)
     dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
     norm = module.bn1
-    # What this does not read right, of a module of another kind, differs from the skeleton.
+    # If a modified module is misread here, the comparison with the skeleton detects the difference.
     config = ResNetConfig(
         block="bottleneck" if type(stages[0][0]) is torchvision.Bottleneck else "basic", layers=layers,
         num_classes=getattr(module.fc, "out_features", 1), in_channels=getattr(module.conv1, "in_channels", 3),
@@ -79,7 +79,7 @@ def skeleton(config: ResNetConfig) -> nn.Module:
             norm_layer=partial(_norms()[config.norm], **options),
         )  # fmt: skip
         if config.in_channels != 3:
-            # torchvision has no option for it; its users put another convolution there.
+            # torchvision has no option for in_channels; its users replace the convolution.
             module.conv1 = nn.Conv2d(config.in_channels, STEM_WIDTH, 7, stride=2, padding=3, bias=False)
     return module
 
@@ -89,7 +89,7 @@ def _norms() -> dict[str, type[nn.Module]]:
 
 
 def find_weights(name: str, weights: Any) -> Path | None:
-    """The file of a preset's pretrained weights in torch hub's cache, downloaded if need be; None for a path or hub id.
+    """The file of a preset's pretrained weights in torch hub's cache, downloaded if missing; None for a path or hub id.
 
     ``weights`` is one of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
     """
@@ -105,20 +105,20 @@ def find_weights(name: str, weights: Any) -> Path | None:
         known, found = {}, None
     if found is None:
         raise ValueError(f"weights is {weights!r}; {name} has {', '.join(known) or 'none that torchvision knows'}")
-    # Into the cache, checked by the hash in its name; on the meta device nothing is read.
+    # Downloads into the cache and checks the hash in the file name; the meta device reads no tensors.
     torch.hub.load_state_dict_from_url(found.url, map_location="meta", check_hash=True, weights_only=True)
     return Path(torch.hub.get_dir()) / "checkpoints" / found.url.rpartition("/")[2]
 
 
 @torch.no_grad()
 def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str = "convolution") -> ResNet:
-    """A new model for inference that computes what this one does in eval mode, without its norms.
+    """A new inference model without norms, equivalent to this model in eval mode.
 
-    A norm's scale goes into the weights of the convolution before it and its shift into the bias; a shortcut's shift
-    goes into the bias that it is added to. Folded in float64 and rounded once to the weights' dtype. The result is in
-    eval mode, without gradients, with ``config.folding`` set to ``Folding(convolutions=..., pointwise=...)``. TypeError
-    or ValueError if the model is no ResNet of the zoo, is folded already, its norms keep no running statistics, or an
-    option is unknown.
+    A norm's scale is folded into the weights of the preceding convolution and its shift into the bias; a shortcut's
+    shift is folded into the bias of the last convolution. Computed in float64 and rounded once to the weights' dtype.
+    The result is in eval mode, without gradients, with ``config.folding`` set to ``Folding(convolutions=...,
+    pointwise=...)``. TypeError or ValueError if the model is not a ResNet of the zoo, is already folded, its norms have
+    no running statistics, or an option is unknown.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
@@ -143,7 +143,7 @@ def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str
 
 
 def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
-    """Weight and bias in float64 of a convolution that does what this one and its norm do in eval mode."""
+    """Weight and bias in float64 of a convolution equivalent to this convolution and its norm in eval mode."""
     scale = (norm.running_var.double() + norm.eps).rsqrt() * norm.weight.double()
     shift = norm.bias.double() - norm.running_mean.double() * scale
     return conv.weight.double() * scale[:, None, None, None], shift

@@ -9,8 +9,8 @@
                        └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
 
 The regions are the blocks, stem and head. Activations are in channels_last. Norms hold tensors and are never called:
-one operator after a convolution does norm, residual and activation. In a folded model (``fold_batch_norm``)
-convolutions have biases in place of norms.
+one operator after a convolution computes norm, residual and activation. In a folded model (``fold_batch_norm``)
+convolutions have biases instead of norms.
 
 Shape legend: N images, C channels, H height, W width, K classes.
 """
@@ -34,13 +34,13 @@ STEM_WIDTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Folding:
-    """How a model runs whose batch norms are folded into its convolutions; see ``zoo.resnet.fold_batch_norm``.
+    """How a model with folded batch norms runs; see ``zoo.resnet.fold_batch_norm``.
 
     Args:
         convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
-            ``"fused"``: all in one call of cuDNN where it runs.
+            ``"fused"``: one cuDNN call for all, if cuDNN is available.
         pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``: a matrix product over
-            pixels, with bias and activation in it where no residual is added.
+            pixels, fused with bias and activation if no residual is added.
     """
 
     convolutions: str = "glue"
@@ -53,7 +53,7 @@ class Folding:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Channels of one block, and its stride, which the first 3 × 3 convolution and the shortcut have."""
+    """Channels of one block, and its stride, which applies to the first 3 × 3 convolution and the shortcut."""
 
     inputs: int
     inner: int  # between the convolutions
@@ -70,7 +70,7 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """A ResNet, ResNeXt or wide ResNet. Fields are torchvision's, but for these.
+    """A ResNet, ResNeXt or wide ResNet. Fields are torchvision's, except these.
 
     Args:
         block: ``"basic"`` (two 3 × 3 convolutions) or ``"bottleneck"`` (1 × 1, 3 × 3, 1 × 1).
@@ -79,7 +79,7 @@ class ResNetConfig:
         norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
         norm_momentum: Share of a batch's statistics in the running ones, with ``norm="batch"``.
         track_running_stats: False for batch norms that use each batch's own statistics in eval mode too.
-        folding: How a model runs whose norms are folded; None for one with norms.
+        folding: How a model with folded norms runs; None for a model with norms.
     """
 
     block: str
@@ -97,7 +97,7 @@ class ResNetConfig:
     folding: Folding | None = None
 
     def __post_init__(self) -> None:
-        # Lists are common in configurations that come from files, and not equal to tuples.
+        # Configurations from files often have lists, which never equal tuples.
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "replace_stride_with_dilation", tuple(map(bool, self.replace_stride_with_dilation)))
         validate.one_of(self, "block", ("basic", "bottleneck"))
@@ -117,7 +117,7 @@ class ResNetConfig:
 
     @property
     def expansion(self) -> int:
-        """How many times wider a block's output is than its stage's width."""
+        """Ratio of a block's output width to its stage's width."""
         return 4 if self.block == "bottleneck" else 1
 
     def stages(self) -> Iterator[list[BlockShape]]:
@@ -136,7 +136,7 @@ class ResNetConfig:
 
 _DEEP: dict[str, Any] = {"block": "bottleneck", "num_classes": 1000}
 
-# Named as torchvision names them.
+# Names are torchvision's.
 PRESETS: dict[str, ResNetConfig] = {
     "resnet18": ResNetConfig(block="basic", layers=(2, 2, 2, 2), num_classes=1000),
     "resnet34": ResNetConfig(block="basic", layers=(3, 4, 6, 3), num_classes=1000),
@@ -168,7 +168,7 @@ class FrozenBatchNorm(nn.Module):
 
 
 def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
-    """A norm that holds tensors and is never called; None where norms are folded."""
+    """A norm that holds tensors and is never called; None in a folded model."""
     if config.folding is not None:
         return None
     if config.norm == "frozen":
@@ -178,11 +178,11 @@ def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
 
 
 def _norm_of(norm: Any) -> Norm:
-    """A norm's tensors and options, as its own call would use them."""
+    """A norm's tensors and options, as its own ``forward`` would use them."""
     weight, bias, mean, variance = norm.weight, norm.bias, norm.running_mean, norm.running_var
     if not norm.training or isinstance(norm, FrozenBatchNorm):
         return Norm(weight, bias, mean, variance, None, mean is None, 0.0, norm.eps)
-    # What a user may have changed in a way that the operators do not compute.
+    # Refuses user changes that the operators do not support.
     if isinstance(norm, nn.SyncBatchNorm):
         raise ValueError("a norm is a SyncBatchNorm, but statistics are those of one process: keep BatchNorm2d")
     if norm.momentum is None:
@@ -194,7 +194,7 @@ def _norm_of(norm: Any) -> Norm:
 
 
 class Unit(nn.Module):
-    """Convolution, norm and activation; ``kernel`` are pixels of a side, ``options`` the convolution's."""
+    """Convolution, norm and activation. ``kernel`` is the kernel size, ``options`` are the convolution's."""
 
     def __init__(self, config: ResNetConfig, inputs: int, outputs: int, kernel: int, **options: int) -> None:
         super().__init__()
@@ -223,13 +223,13 @@ class Unit(nn.Module):
 
 
 class Join(Unit):
-    """The end of a block: convolution, norm, residual and activation; with a shortcut its convolution and norm."""
+    """The end of a block: convolution, norm, residual and activation; also the shortcut's convolution and norm."""
 
     def __init__(self, config: ResNetConfig, shape: BlockShape, kernel: int) -> None:
         super().__init__(config, shape.inner, shape.outputs, kernel)
         self.shortcut = self.shortcut_norm = None
         if shape.projects:
-            # The bias of a folded shortcut is added to the other convolution's.
+            # The bias of a folded shortcut is added to the main convolution's.
             self.shortcut = nn.Conv2d(shape.inputs, shape.outputs, 1, stride=shape.stride, bias=False)
             self.shortcut_norm = _make_norm(config, shape.outputs)
 
@@ -315,7 +315,7 @@ class ResNetHead(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-# Of its few kernels a process has compiled the last before a worker would have started.
+# The model has few kernels: this process compiles all of them before a worker could start.
 _HERE = {"compile_threads": 1}
 _BLOCK: dict[str, Any] = {"graphs": 8, "why": "each stage's first block, and one for its repeats", "options": _HERE}
 REGIONS = (
@@ -327,9 +327,9 @@ REGIONS = (
 
 
 class ResNet(nn.Module):
-    """A residual network over images, of a ``ResNetConfig``.
+    """A residual network over images, built from a ``ResNetConfig``.
 
-    Weights and activations are in channels_last, and the stem lays out images that are not.
+    Weights and activations are in channels_last; the stem converts images in other layouts.
     """
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -340,7 +340,7 @@ class ResNet(nn.Module):
         self.stem = Stem(config)
         self.stages = nn.ModuleList(ResNetStage(config, shapes) for shapes in config.stages())
         self.head = ResNetHead(config)
-        # As torchvision: He's normal initialisation over outputs.
+        # As in torchvision: He's normal initialisation over outputs.
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -351,9 +351,9 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor, *, stages: bool = False) -> Tensor | tuple[Tensor, ...]:
         """Classify images [N, C_in, H, W], scaled and normalised as the weights' ``transforms()`` do: logits [N, K].
 
-        With ``stages`` the outputs of the four stages instead, in channels_last, and the head does not run: [N, C, H /
-        4, W / 4] of the first, and of each next one twice as many channels and half the size (where it is not
-        dilated), rounded up. Images that do not fit are a TypeError or ValueError before anything runs.
+        With ``stages`` it returns the outputs of the four stages in channels_last, without running the head. The first
+        is [N, C, H / 4, W / 4]; each later stage has twice the channels and half the size (unless dilated), rounded up.
+        Raises TypeError or ValueError for images that do not fit, before anything runs.
         """
         _check_images(images, self.config, self.head.fc.weight)
         x = self.stem(images)
@@ -367,7 +367,7 @@ class ResNet(nn.Module):
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
     if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
-        # Autocast casts convolutions alone: bias, residual and cuDNN's fused calls would get two dtypes.
+        # Autocast casts only convolutions: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
         raise ValueError(f"a folded model runs in its own dtype: leave torch.autocast, use model.to({narrow})")
     hint = (
@@ -381,7 +381,7 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
 
 
 def example_inputs(model: ResNet, *, batch: int = 2, size: int = 64, seed: int = 0) -> dict[str, Tensor]:
-    """Normal values in place of images [batch, C_in, size, size] in channels_last, the same on every device."""
+    """Random normal images [batch, C_in, size, size] in channels_last, the same on every device."""
     validate.count("batch", batch)
     validate.count("size", size)
     shape = (batch, model.config.in_channels, size, size)
