@@ -49,7 +49,7 @@ class WorkerFailure(Exception):
 
 
 class Worker:
-    """The harness' end of a worker process. Not thread-safe: one request at a time, at most ``timeout`` seconds each."""
+    """The harness' end of a worker process. Not thread-safe: one request at a time, of at most ``timeout`` seconds."""
 
     def __init__(self, environment: Mapping[str, str], *, timeout: float) -> None:
         self.timeout = timeout

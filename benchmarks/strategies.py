@@ -22,7 +22,7 @@ from zoo.engine.discover import declared_regions
 from zoo.training import AdamW, TrainingStep
 
 Call = Callable[..., Any]
-# Batches that lie ready on the device, for the steps that are timed.
+# Batches kept on the device for the timed steps.
 READY_BATCHES = 8
 Step = Callable[[], Tensor]
 
@@ -35,9 +35,9 @@ def backend() -> str:
 def apply(case: Case, prepared: Prepared) -> Call:
     """Compile ``prepared.model`` as the case says, lazily as ``torch.compile`` does; returns what to call.
 
-    Shapes are static for our own model and, unless they change from call to call, upstream at its documented best.
-    Upstream as shipped keeps the default of ``torch.compile``, which its users get: the second shape that a frame meets
-    turns symbolic.
+    Shapes are static for the zoo's models, and for upstream at its documented best unless they change from call to
+    call. Upstream as shipped keeps the default of ``torch.compile``, like its users: the second shape of a frame turns
+    symbolic.
     """
     model = prepared.model
     if case.strategy != "eager" and prepared.training is not None and prepared.training.loss_module is not None:
@@ -73,7 +73,7 @@ def apply(case: Case, prepared: Prepared) -> Call:
 
 
 def stages(model: nn.Module) -> set[type[nn.Module]]:
-    """The next coarser cut: classes that call the declared regions, unless that is the model; then the regions."""
+    """Regions one level coarser: classes that call declared regions. Regions called by the model stay regions."""
     declared = {region.cls for region in declared_regions(model)}
     classes: dict[str, type[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -88,7 +88,7 @@ def stages(model: nn.Module) -> set[type[nn.Module]]:
 
 
 def mark_nested_regions(model: nn.Module) -> None:
-    """Make every region of a zoo model a nested compile region, so that a full trace holds one body a signature."""
+    """Make every region of a zoo model a nested compile region, so that a full trace has one body per signature."""
     nested = {
         cls: type(cls.__name__, (cls,), {"forward": torch.compiler.nested_compile_region(cls.forward)})
         for cls in {region.cls for region in declared_regions(model)}
@@ -101,7 +101,7 @@ def mark_nested_regions(model: nn.Module) -> None:
 
 
 def marked(case: Case, call: Call) -> Call:
-    """For modes with CUDA graphs, say before each call that the outputs of the last one are done with."""
+    """For modes with CUDA graphs, mark before each call that the outputs of the last call are no longer needed."""
     if case.mode not in CUDA_GRAPH_MODES:
         return call
 
@@ -114,7 +114,7 @@ def marked(case: Case, call: Call) -> Call:
 
 @contextmanager
 def execution_mode(case: Case) -> Iterator[None]:
-    """The grad mode that every call of the case runs in, the first one included."""
+    """The grad mode of every call of the case, including the first."""
     with torch.inference_mode() if case.workload == "inference" else torch.enable_grad():
         yield
 
@@ -123,7 +123,7 @@ def execution_mode(case: Case) -> Iterator[None]:
 
 
 class Trainer:
-    """The steps of one arm, with its optimizer and its batches. The model of ``prepared`` has its first weights."""
+    """The steps of one arm, with its optimizer and its batches. The model of ``prepared`` has its initial weights."""
 
     def __init__(self, case: Case, prepared: Prepared) -> None:
         assert prepared.training is not None, "the workload prepared no training"
@@ -144,15 +144,15 @@ class Trainer:
         return max(1, len(self.training.shapes))
 
     def eager(self) -> Step:
-        """A step of the model as it is, as the arm would do it without a compiler."""
+        """A step of the uncompiled model, as the arm would do it without a compiler."""
         return self._step(self._model)
 
     def compiled(self, call: Callable[..., Any]) -> Step:
-        """A step of what ``strategies.apply`` made of the model."""
+        """A step of ``call``, the result of ``strategies.apply``."""
         return self._step(call)
 
     def captured(self, call: Callable[..., Any]) -> Step:
-        """The same under our outer CUDA graph; captured when this returns."""
+        """The same step under the outer CUDA graph, already captured."""
         step = our_step(call, self.training, self._optimizer, cuda_graph=True)
         for batch in itertools.cycle(self._lying):
             step(batch)
@@ -161,7 +161,7 @@ class Trainer:
         return lambda: step(next(self._batches))
 
     def open_loader(self) -> None:
-        """Draw an epoch and drop it, so that the loader's processes are up, and idle."""
+        """Draw an epoch and drop it, so that the loader's processes have started and are idle."""
         if self._loaded is None and (loader := self.training.loader) is not None:
             for _ in loader():
                 pass
@@ -169,7 +169,7 @@ class Trainer:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Steps inside take the loader's batches, where there is one."""
+        """Steps inside the block take the loader's batches, if there is a loader."""
         self.open_loader()
         self._batches = self._loaded or self._ready
         try:
@@ -178,7 +178,7 @@ class Trainer:
             self._batches = self._ready
 
     def losses(self, step: Step, count: int | None = None) -> Tensor:
-        """Losses of steps from the first weights, each on a batch of its own: [count], on the CPU."""
+        """Losses of steps from the initial weights, each on another batch: [count], on the CPU."""
         count = self.training.checked if count is None else count
         self._restart()
         self._batches = map(self.training.batch, range(count))
@@ -189,7 +189,7 @@ class Trainer:
 
     @torch.no_grad()
     def _restart(self) -> None:
-        """Restore the first weights and empty the optimizer's state, in place, since a CUDA graph reads there."""
+        """Restore the initial weights and clear the optimizer's state, in place, since a CUDA graph reads them."""
         for name, tensor in self._model.state_dict().items():
             tensor.copy_(self._first[name])
         for values in self._optimizer.state.values():
@@ -227,7 +227,7 @@ def library_step(call: Callable[..., Any], training: Training, optimizer: torch.
 def make_optimizer(
     model: nn.Module, training: Training, *, capturable: bool = False, ours: bool = False
 ) -> torch.optim.Optimizer:
-    """AdamW, fused, torch's or ours; for a CUDA graph with its counter and its learning rate on the device."""
+    """Fused AdamW, torch's or the zoo's; for a CUDA graph with step count and learning rate on the device."""
     parameters = list(model.parameters())
     kind = AdamW if ours else torch.optim.AdamW
     if not capturable:
@@ -237,9 +237,9 @@ def make_optimizer(
 
 
 def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The losses that :meth:`Trainer.losses` should give: [checked], eagerly and in another precision.
+    """The expected losses of :meth:`Trainer.losses`: [checked], computed eagerly in another precision.
 
-    ``model`` is upstream's with the first weights; it is converted in place, to float32 where float64 would not fit.
+    ``model`` is upstream's with the initial weights. It is converted in place, to float32 if float64 would not fit.
     """
 
     def convert(leaf: Any) -> Any:
@@ -255,6 +255,6 @@ def reference_losses(model: nn.Module, training: Training, dtype: torch.dtype = 
 
 
 def checkpointed(blocks: Iterable[nn.Module]) -> None:
-    """Keep only the inputs of these blocks for the backward, which runs them again: for a reference, in place."""
+    """Checkpoint these blocks in place, for a reference: the backward reruns them from their inputs."""
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

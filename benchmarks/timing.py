@@ -1,4 +1,4 @@
-"""What is measured in a worker: times of calls, the device's peak rates, and the kernels of a profile."""
+"""Measurements in a worker: times of calls, the device's peak rates, and the kernels of a profile."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 
 from benchmarks.record import KernelTime
 
-ROUND_MS = 20.0  # a round is at least this long, so that the clocks' own grain and one stray interrupt do not matter
-_NO_STALL = 20  # rounds: what takes longer than so many is a long step, not one that was held up
-# Calls before a round, as long as the round: another process had the device, the caches and the clocks.
+ROUND_MS = 20.0  # minimum length of a round, so that timer resolution and a stray interrupt do not matter
+_NO_STALL = 20  # rounds: a call longer than this is a long step, not a stalled one
+# Length of warm-up calls before a round, since another process used the device, the caches and the clocks.
 SETTLE_MS = ROUND_MS
 
 PEAK_SECONDS = {"cuda": 3.0, "cpu": 1.0}  # time to search for one peak rate
-MOST_KERNELS = 12  # names that a row holds
-# Templates of libraries that run what their first argument describes: the kernel is named for that argument.
+MOST_KERNELS = 12  # maximum kernel names of a row
+# Library templates that run their first argument: the kernel is named after that argument.
 WRAPPER = re.compile(r"(?:cutlass::(?:Kernel2?|device_kernel)|(?:\w+::)*enable_sm\w+)<\s*([\w:]+)")
 
 Step = Callable[[], Any]
@@ -31,7 +31,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds a call, over back-to-back calls. ``device_ms`` is None without a GPU."""
+    """Milliseconds per call, over back-to-back calls. ``device_ms`` is None without a GPU."""
 
     calls: int
     wall_ms: float
@@ -58,7 +58,7 @@ def once(step: Step, device: str) -> float:
 
 
 def back_to_back(step: Step, device: str, calls: int) -> Timed:
-    """Time ``calls`` calls that follow each other without a synchronisation between them."""
+    """Time ``calls`` consecutive calls without synchronisation between them."""
     synchronise(device)
     if device == "cpu":
         began = time.perf_counter()
@@ -77,9 +77,9 @@ def back_to_back(step: Step, device: str, calls: int) -> Timed:
 
 
 def host(step: Step, device: str) -> float | None:
-    """Settle; the median milliseconds of its calls until they returned, or None on a CPU.
+    """Settle, and return the median milliseconds until its calls returned, or None on a CPU.
 
-    A call that launches more than the device's queue holds waits for the device, and this wait is part of its time.
+    A call that fills the device's queue waits for the device, and its time includes this wait.
     """
     taken = settle(step, device)
     return None if device == "cpu" else statistics.median(taken) * 1e3
@@ -102,12 +102,12 @@ def settle(step: Step, device: str, milliseconds: float = SETTLE_MS) -> list[flo
 
 
 def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
-    """How many back-to-back calls fill a round of at least ``milliseconds``, by the device's clock and the wall's."""
+    """Number of back-to-back calls in a round of at least ``milliseconds``, by device clock and wall clock."""
     settle(step, device)
     calls = 1
     while True:
-        # The fastest of three: one stalled call would otherwise pass for a slow step, and rounds would be too short.
-        # No stall is long enough for a first call of many rounds' length, and steps of seconds are dear.
+        # The fastest of three: one stalled call would look like a slow step, and rounds would be too short.
+        # A first call of many rounds' length is not a stall, and is not repeated, since long steps are expensive.
         each = float("inf")
         for _ in range(3):
             timed = back_to_back(step, device, calls)
@@ -116,7 +116,7 @@ def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
                 break
         if each * calls >= milliseconds:
             return calls
-        # A tenth more than needed: the next round may be a little faster than this one.
+        # A tenth more than needed, since the next round may be a little faster.
         wanted = math.ceil(1.1 * milliseconds / each) if each > 0 else calls * 10
         calls = max(calls + 1, min(wanted, calls * 10))
 
@@ -125,21 +125,21 @@ def calibrate(step: Step, device: str, milliseconds: float = ROUND_MS) -> int:
 
 
 def measure_peaks(device: str, dtypes: list[str], *, quick: bool = False) -> dict[str, Any]:
-    """Bandwidths (byte/s; a copy counts what it reads and what it writes) and FLOP/s of a matrix product by dtype.
+    """Bandwidths (byte/s; a copy counts its reads and writes) and FLOP/s of a matrix product by dtype.
 
     Each is the best of several rounds. ``quick`` takes a fifth of the time, on a CPU with smaller operands.
-    ``float32_matmul_precision`` ``high`` means TF32 where the GPU has it.
+    ``float32_matmul_precision`` ``high`` means TF32 on GPUs that have it.
     """
     if device == "cpu":
         size, width = (64 << 20, 512) if quick else (256 << 20, 2048)
     else:
         torch.set_float32_matmul_precision("high")
-        size, width = min(4 << 30, torch.cuda.mem_get_info()[0] // 4), 8192  # far beyond any cache, within what is free
+        size, width = min(4 << 30, torch.cuda.mem_get_info()[0] // 4), 8192  # far beyond any cache, within free memory
     budget, flops = PEAK_SECONDS[device] / (5 if quick else 1), {}
     with torch.inference_mode():
         copy, read = _bandwidths(device, size, budget)
         for dtype in dict.fromkeys(dtypes):
-            # Random operands: constant ones draw less power, and the clocks would be higher than in any real product.
+            # Random operands: constant operands draw less power, so clocks would be higher than in real products.
             a, b = (torch.randn(width, width, device=device).to(getattr(torch, dtype)) for _ in range(2))
             flops[dtype] = 2 * width**3 / _best_seconds(functools.partial(torch.matmul, a, b), device, budget)
     return {
@@ -154,7 +154,7 @@ def _bandwidths(device: str, size: int, budget: float) -> tuple[float, float]:
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     copy = 2 * size / _best_seconds(lambda: target.copy_(source), device, budget)
-    # Only rows are summed: a full reduction ends in a few blocks, which would be what is measured.
+    # Only rows are summed: a full reduction ends in a few blocks, which would dominate the measurement.
     rows = source.view(-1, 4096) if source.numel() % 4096 == 0 else source.view(1, -1)
     return copy, size / _best_seconds(lambda: rows.sum(1), device, budget)
 
@@ -180,7 +180,7 @@ def gpu_kernels(events: Iterable[Any]) -> list[Any]:
 
 
 def longest_kernels(events: Iterable[Any], calls: int) -> tuple[list[KernelTime], KernelTime | None]:
-    """The ``MOST_KERNELS`` that take longest, by name, and all others as one; means over the profiled calls."""
+    """The ``MOST_KERNELS`` longest kernels by name, and all others together; means over the profiled calls."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in events:
         found[short_name(event.name)].append(event.time_range.elapsed_us())
@@ -199,7 +199,7 @@ def _mean(name: str, times: Sequence[float], calls: int) -> KernelTime:
 
 def short_name(name: str) -> str:
     """A kernel's name without its return type, template arguments and parameters."""
-    name = re.sub(r"[<>]=", "=", name.replace("(anonymous namespace)::", ""))  # a comparison opens no template
+    name = re.sub(r"[<>]=", "=", name.replace("(anonymous namespace)::", ""))  # comparisons are not templates
     while (described := WRAPPER.search(name)) is not None:
         name = described[1] + name[described.end() :]
     plain, depth = "", 0
@@ -208,5 +208,5 @@ def short_name(name: str) -> str:
         if not depth and letter == "(":
             break
         plain += letter if not depth and letter != ">" else ""
-    words = plain.split()  # a template's name follows its return type, and "void" is one
+    words = plain.split()  # a template's name follows its return type, for example "void"
     return words[-1] if words else name

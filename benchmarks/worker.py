@@ -1,4 +1,4 @@
-"""What an arm does in its process, message by message. ``benchmarks.process`` carries the messages."""
+"""The requests that an arm's process answers. ``benchmarks.process`` carries the messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.plan import CUDA_GRAPH_MODES, Case
 from benchmarks.strategies import Trainer, execution_mode
 from benchmarks.timing import once, synchronise
 
-# Imported where they are first needed: they import parts of the compiler, whose import is part of a first result.
+# Imported on first use: they import parts of the compiler, whose import time belongs to a first result.
 if TYPE_CHECKING:
     from benchmarks.compiler import Recorder
     from benchmarks.families import Prepared, Workload
@@ -33,7 +33,7 @@ PROFILED_CALLS = 3
 
 
 class Handler:
-    """What an arm can be asked for: each public method answers the message of its name."""
+    """Answers an arm's messages: each public method answers the message of its name."""
 
     step: Callable[[], Any]
     trainer: Trainer | None = None
@@ -41,7 +41,7 @@ class Handler:
     def __init__(self) -> None:
         self._eager_output: torch.Tensor | None = None
         self._recorder: Recorder | None = None
-        self._recorded: Reply = {}  # peaks of memory while a mode's own CUDA graphs were recorded
+        self._recorded: Reply = {}  # memory peaks of recording a mode's own CUDA graphs
 
     # Before the race ----------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class Handler:
         return {"device": machine.device_facts(device)}
 
     def peaks(self, *, device: str, dtypes: list[str], quick: bool, start_up: str | None) -> Reply:
-        """Peak rates of the device, and how long the compiler starts: alone, so that arms may start side by side."""
+        """Peak rates of the device and the compiler's start-up time, measured alone; arms may then start together."""
         from benchmarks import compiler
 
         torch.zeros(1, device=device)
@@ -59,7 +59,7 @@ class Handler:
         return {"peaks": timing.measure_peaks(device, dtypes, quick=quick), "start_up": seconds}
 
     def load(self, *, workload: str) -> Reply:
-        """Import what the case will need, so that imports of several workers overlap and are in no figure."""
+        """Import the case's modules ahead, so that imports of several workers overlap and are in no figure."""
         self.workload: Workload = families.load(workload)
         return {}
 
@@ -71,7 +71,7 @@ class Handler:
 
             operators.ENABLED = False
         if self.device != "cpu":
-            # The one switch for TF32, the same in every arm.
+            # The only switch for TF32, equal in every arm.
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(seed)
         self.prepared: Prepared = self.workload.prepare(self.case, data_root=data_root, seed=seed)
@@ -88,7 +88,7 @@ class Handler:
         }
 
     def start_up(self, *, folder: str | None) -> Reply:
-        """An eager call at the case's shapes, FLOPs counted on another, and the compiler's start, all in ``folder``."""
+        """Make an eager call at the case's shapes, count FLOPs on another, start the compiler; all in ``folder``."""
         from benchmarks import compiler
 
         self._recorder = compiler.Recorder(self.model) if folder is not None else None
@@ -98,9 +98,9 @@ class Handler:
                 try:
                     with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
                         output = self._eagerly()
-                    self._eager_output = _flat(output).cpu().clone()  # off the device, where memory is measured later
+                    self._eager_output = _flat(output).cpu().clone()  # off the device, since its memory is measured
                 except torch.OutOfMemoryError:
-                    # What is too large eagerly may fit compiled; then there is no eager error to compare with.
+                    # A case too large for eager may fit compiled; then there is no eager error to compare with.
                     if self.case.strategy == "eager":
                         raise
                     torch.cuda.empty_cache()
@@ -117,11 +117,11 @@ class Handler:
             return self.model(**self.prepared.inputs)
         step = self.trainer.eager()
         for _ in range(self.trainer.shapes):
-            step()  # of each shape, so that all kinds of inputs are noted
+            step()  # a step of each shape, so that all signatures are recorded
         return self.trainer.losses(step)
 
     def _count_flops(self) -> int:
-        if self.trainer is None:  # not in inference mode, where operators that are made of others hide them
+        if self.trainer is None:  # outside inference mode, in which composite operators hide their parts
             return count_flops(self.model, **self.prepared.inputs)
         with torch.enable_grad(), flop_counter() as counter:
             self.trainer.eager()()
@@ -130,7 +130,7 @@ class Handler:
     # Compilation --------------------------------------------------------------------------------------------------
 
     def first_call(self) -> Reply:
-        """Compile: the time from the first call to its result, less one steady call. Eager arms compile nothing."""
+        """Compile: the time from the first call to its result, minus one steady call. Eager arms compile nothing."""
         from benchmarks.compiler import Recorder
 
         if self.case.strategy == "eager":
@@ -139,7 +139,7 @@ class Handler:
         files = len(machine.cache_contents())
         recorder = self._recorder or Recorder(self.model)
         recorder.restart()
-        # Garbage of imports and preparation would be collected soon, in one arm's compilation or in another's.
+        # Collect the garbage of imports and preparation now; otherwise some arm's compilation would include it.
         gc.collect()
         synchronise(self.device)
         with execution_mode(self.case):
@@ -148,11 +148,11 @@ class Handler:
             self._steps()
             synchronise(self.device)
             first = time.perf_counter() - began
-            # The second and third call warm up and record the CUDA graph of a mode that has one.
+            # In modes with CUDA graphs the second call warms up and the third records.
             records = self.case.mode in CUDA_GRAPH_MODES
             recording = []
             if records:
-                # What such a graph holds counts as allocated while it is recorded, and as nothing once it replays.
+                # Memory of a CUDA graph counts as allocated during the recording, but not during replays.
                 self._reset_peak()
                 recording = [once(self._steps, self.device) for _ in range(2)]
                 self._recorded = self._peaks()
@@ -172,7 +172,7 @@ class Handler:
         }
 
     def capture(self) -> Reply:
-        """Put the outer CUDA graph around the step: seconds with its warm-up, and memory as the capture leaves it."""
+        """Capture the outer CUDA graph of the step: seconds including warm-up, and memory after the capture."""
         self._reset_peak()
         with execution_mode(self.case):
             began = time.perf_counter()
@@ -183,7 +183,7 @@ class Handler:
         return {"seconds": seconds, "recompiles": self._late(), **self._peaks()}
 
     def first_result(self) -> Reply:
-        """From a process with nothing compiled before to the first result, the outer CUDA graph included."""
+        """Time to the first result in a process that had compiled nothing, including the outer CUDA graph."""
         synchronise(self.device)
         with execution_mode(self.case):
             began = time.perf_counter()
@@ -210,12 +210,12 @@ class Handler:
             self.prepared.capture()
             self.step()
             return
-        # Outputs stay in the graph's own buffers, as those of reduce-overhead do.
+        # Outputs stay in the graph's own buffers, as in reduce-overhead.
         inputs, static = self.prepared.inputs, self.prepared.static
         self._use(zoo.cuda_graph(self.call, kwargs=inputs, static=static, clone_outputs=False))
 
     def _steps(self) -> None:
-        """A call; in training one of each shape that the arm declares."""
+        """Make a call; in training one of each shape that the arm declares."""
         for _ in range(1 if self.trainer is None else self.trainer.shapes):
             self.step()
 
@@ -247,7 +247,7 @@ class Handler:
     def _save_reference(self, path: Path) -> None:
         with torch.no_grad():
             precision = torch.get_float32_matmul_precision()
-            # Setting it anew, even to what it is, changes a state that Dynamo guards on.
+            # Set only if it differs: setting it, even to the same value, changes a state that Dynamo guards on.
             if precision != "highest":
                 torch.set_float32_matmul_precision("highest")
             try:
@@ -255,7 +255,7 @@ class Handler:
             finally:
                 if precision != "highest":
                     torch.set_float32_matmul_precision(precision)
-        own = path.with_suffix(f".{os.getpid()}")  # another arm may be writing its own at the same time
+        own = path.with_suffix(f".{os.getpid()}")  # another arm may write its file at the same time
         torch.save({"output": expected, "dtype": self.prepared.reference_dtype}, own)
         own.replace(path)
         if torch.cuda.is_initialized():
@@ -289,7 +289,7 @@ class Handler:
     # The race -----------------------------------------------------------------------------------------------------
 
     def calibrate(self, *, milliseconds: float | None = None) -> Reply:
-        """How many calls fill a turn of the race, of ``timing.ROUND_MS`` unless said otherwise."""
+        """Number of calls in a turn of the race, of ``timing.ROUND_MS`` by default."""
         if self.trainer is not None and self.trainer.training.round is not None:
             self.trainer.open_loader()
             return {"calls": self.trainer.training.round}
@@ -297,8 +297,8 @@ class Handler:
             return {"calls": timing.calibrate(self.step, self.device, milliseconds or timing.ROUND_MS)}
 
     def round(self, *, calls: int, core: int | None = None) -> Reply:
-        """Back-to-back calls, after some that wait for the device each and tell the host's time, on one core or any."""
-        # The threads and processes of a loader work beside the step, on other cores.
+        """Time back-to-back calls, after synchronised calls that give the host's time; on one core or any."""
+        # A loader's threads and processes run on other cores, concurrently with the step.
         if core is not None and (self.trainer is None or self.trainer.training.loader is None):
             machine.stay_on(core)
         with execution_mode(self.case):
@@ -309,18 +309,18 @@ class Handler:
     # After the race -----------------------------------------------------------------------------------------------
 
     def curve(self, *, steps: int) -> Reply:
-        """Losses of so many training steps from the first weights, each on a batch of its own."""
+        """Losses of ``steps`` training steps from the initial weights, each on another batch."""
         if self.trainer is None:
             raise ValueError("there is no curve of inference; ask for --workload train")
         with execution_mode(self.case):
             losses = self.trainer.losses(self.step, steps).tolist()
         for number, loss in enumerate(losses, start=1):
-            if not math.isfinite(loss):  # no row could hold it
+            if not math.isfinite(loss):  # a row's JSON cannot hold it
                 raise ValueError(f"the loss of step {number} of {steps} is {loss}")
         return {"losses": losses}
 
     def kernels(self) -> Reply:
-        """How many kernels one call launches and which take longest, by the profiler (None on a CPU)."""
+        """Number of kernels of one call, and the longest of them, by the profiler (None on a CPU)."""
         recompiles = self._late()
         if self.device == "cpu":
             return {"kernels": None, "longest": None, "others": None, "recompiles": recompiles}
@@ -347,7 +347,7 @@ class Handler:
 
 
 def _flat(output: Any) -> torch.Tensor:
-    """The output, or all tensors in it end to end, as one vector."""
+    """All tensors of the output, concatenated to one vector."""
     found = [tensor.reshape(-1) for tensor in tensors(output)]
     if not found:
         raise ValueError(f"the output is a {type(output).__name__} without a tensor in it")

@@ -1,4 +1,4 @@
-"""One file a family: its models, inputs and arms. A file that declares a ``WORKLOAD`` is a family."""
+"""One file per family: its models, inputs and arms. A file that declares a ``WORKLOAD`` is a family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Prepared", "Workload", "families", "load"]
 
 
 def families() -> list[str]:
-    """Names of all families. They are found in the text of the files, so that none of their libraries is imported."""
+    """Names of all families, found in the text of the files, so that no library is imported."""
     files = sorted(Path(__path__[0]).glob("*.py"))
     return [file.stem for file in files if re.search(r"^WORKLOAD\b", file.read_text(), re.MULTILINE)]
 

@@ -1,4 +1,4 @@
-"""What a family's workload file gives the harness."""
+"""The interface between a family's workload file and the harness."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ Races = tuple[tuple[str, str], ...]
 
 @dataclass(kw_only=True)
 class Training:
-    """What a case's training step is made of; the optimizer is fused AdamW in every arm, the zoo's own in its own."""
+    """The parts of a case's training step. The optimizer is fused AdamW: the zoo's in its arms, else torch's."""
 
     loss: Callable[[Any, Any], torch.Tensor]  # called with the case's model, compiled or not, and a batch: a scalar
-    batch: Callable[[int], Any]  # the i-th batch on the device, drawn anew and the same at each call
+    batch: Callable[[int], Any]  # draws the i-th batch on the device, the same at each call
     learning_rate: float  # small enough that the first steps lower the loss
-    # So many losses from the same weights, each on another batch, are compared with the reference. A wrong gradient
-    # shows from the second on.
+    # Number of losses, from the same initial weights and each on another batch, that are compared with the reference. A
+    # wrong gradient shows from the second on.
     checked: int = 6
-    autocast: torch.dtype | None = None  # over float32 weights; None where the weights have the case's dtype
-    loss_module: nn.Module | None = None  # inside ``loss``, with regions of its own, compiled where the model's are
-    after_compile: Callable[[nn.Module], Any] | None = None  # of a zoo model by regions: activation checkpointing
-    # A batch of each shape that the arm declares, the largest first; the first call, and a capture, go through all of
-    # them. Empty where all batches have one shape, or shapes come as they come.
+    autocast: torch.dtype | None = None  # over float32 weights; None if the weights have the case's dtype
+    loss_module: nn.Module | None = None  # a module in ``loss`` with its own regions, compiled with the model's
+    after_compile: Callable[[nn.Module], Any] | None = None  # for zoo models by regions: activation checkpointing
+    # One batch per shape that the arm declares, the largest first. The first call and a capture run all of them. Empty
+    # if all batches have one shape, or if shapes are not declared.
     shapes: tuple[Any, ...] = ()
-    # An epoch's batches in order, on the device, of shapes that differ. Timed steps take theirs from it, epoch after
-    # epoch, and wait for it. None: they go round batches that lie ready.
+    # An epoch's batches in order, on the device, with different shapes. Timed steps read it epoch after epoch, and wait
+    # for it. None: timed steps cycle through batches kept on the device.
     loader: Callable[[], Iterable[Any]] | None = None
-    # Timed steps of a round, with a loader: the same in every arm, so that all deal with the same batches; where it
-    # works ahead a whole epoch, so that it rests while other arms work.
+    # Timed steps of a round with a loader: equal in every arm, so that all arms see the same batches. A loader that
+    # works ahead needs a whole epoch, so that it is idle while other arms work.
     round: int | None = None
 
 
@@ -61,29 +61,28 @@ class Prepared:
         inputs: Keyword arguments of one call, ``model(**inputs)``, returning one tensor (or a tuple of them).
         static: Names of inputs that never change between calls (a prepared graph, a cache): the outer CUDA graph
             does not copy them in.
-        compile_regions: How ``regional`` is done for this implementation, by its library's own helper where there is
-            one: takes the model and the keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns
-            what to call, or None where it compiled in place. None for a model of the zoo: the harness calls
-            ``zoo.compile_regions``.
-        compile_full: How ``full`` is done where a call is a run of many steps, the model only part of each: takes the
-            model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
-        capture: Where a call is a run of many steps, this has each of them replayed as an outer CUDA graph, which the
-            call after it captures. None: one around the whole call.
-        dynamic: The ``dynamic`` of upstream as shipped; None as its users leave it.
-        tuned_dynamic: That of upstream at its documented best; True where sizes differ from call to call.
-        reset: Where calls change a state that later calls read (a position, a cache), this puts it back in place: the
-            call after it is the one that ``reference`` computes. None where every call gives the same.
-        reference: The output in float64 (or float32 where float64 would not fit), computed eagerly by the upstream
-            library on the same weights and inputs.
-        reference_dtype: Which of the two it was.
-        bytes: Fewest bytes that one call must move through device memory; how it was counted is ``bytes_formula``.
-        flops: Floating-point operations of one call, or None to have the harness count them on eager.
-        data: Where the input came from: ``real``, ``bundled``, or ``generated, uniform`` and the like.
-        preparation_seconds: What was prepared once (CSR, folding, packing), apart from everything else.
-        sizes: What a reader needs to know of the input: nodes, edges, features, batch.
-        count: How many of ``unit`` one call deals with, for the throughput; None where that says nothing.
+        compile_regions: Implements ``regional``, if possible by the library's own helper: takes the model and the
+            keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns the callable, or None if it
+            compiled in place. None for a model of the zoo: the harness calls ``zoo.compile_regions``.
+        compile_full: Implements ``full`` if a call is a run of many steps and the model only part of each step: takes
+            the model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
+        capture: If a call is a run of many steps, makes the next call capture a step as an outer CUDA graph, which is
+            replayed from then on. None: one graph around the whole call.
+        dynamic: The ``dynamic`` of upstream as shipped; None for the default.
+        tuned_dynamic: The ``dynamic`` of upstream at its documented best; True if sizes differ from call to call.
+        reset: Restores the state (a position, a cache) that calls change, in place, so that the next call gives the
+            output of ``reference``. None if every call gives the same output.
+        reference: The output in float64 (or float32 if float64 would not fit), computed eagerly by the upstream library
+            on the same weights and inputs.
+        reference_dtype: The dtype of ``reference``.
+        bytes: Minimum bytes that one call must move through device memory; ``bytes_formula`` says how they are counted.
+        flops: Floating-point operations of one call, or None to let the harness count them on eager.
+        data: Source of the input: ``real``, ``bundled``, or ``generated, uniform`` and the like.
+        preparation_seconds: Seconds of one-time preparation (CSR, folding, packing), not part of other figures.
+        sizes: Sizes of the input for the reader: nodes, edges, features, batch.
+        count: How many of ``unit`` one call processes, for the throughput; None without a meaningful unit.
         unit: ``images``, ``tokens``, ``nodes``.
-        training: What a training step is made of, for ``case.workload == "train"``; then ``inputs`` is empty, and
+        training: The parts of a training step, for ``case.workload == "train"``; then ``inputs`` is empty, and
             ``reference`` gives the losses of ``benchmarks.strategies.reference_losses``.
     """
 
@@ -109,11 +108,11 @@ class Prepared:
     training: Training | None = None
 
     def for_training(self, **changes: Any) -> Prepared:
-        """What inference prepared, made ready for training, with these fields changed."""
+        """A copy of a prepared inference case for training, with these fields changed."""
         return replace(self, model=self.model.requires_grad_(True).train(), inputs={}, static=(), **changes)
 
 
-# Of convolutions in training: what must be moved beside ``given``, which needs no gradient, and what is left out.
+# Bytes formula of convolutions in training: counted traffic in addition to ``given``, and omitted traffic.
 TRAINING_BYTES_FORMULA = (
     "Activations three times as in inference: forward, gradients by inputs and gradients by weights are a call each, "
     "which reads two of input, output and weights and writes the third; what is given needs no gradient. And 32 bytes "
@@ -136,32 +135,32 @@ class Workload:
     # Supported dtypes of each kind of device, the default first.
     gpu_dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     cpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    # (model, input) pairs of a plain run: of a CPU one, of a GPU all, or with --quick these. What is trained, if
-    # nothing is said, is what is raced in inference.
+    # (model, input) pairs of a plain run: one pair on a CPU; on a GPU all pairs, or with --quick these. Training uses
+    # the same pairs as inference by default.
     cpu_race: tuple[str, str]
     gpu_races: Races
     quick_races: Races | None = None
     cpu_training: tuple[str, str] | None = None
     gpu_training: Races | None = None
-    # Whether training keeps float32 weights under autocast, which float16 would need a loss scale for.
+    # Whether training keeps float32 weights under autocast. In float16 this would need a loss scale.
     autocasts: bool = True
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """Build the model and the inputs of a case that is not refused, on its device.
+        """Build the model and the inputs of an accepted case, on its device.
 
-        ``data_root`` is a folder of real data sets, ``seed`` that of weights and inputs, the same in a race's arms.
+        ``data_root`` is a folder of real data sets. ``seed`` is for weights and inputs, equal in all arms of a race.
         """
         raise NotImplementedError
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated device memory of the case in bytes, without what the process itself takes.
+        """Estimated device memory of the case in bytes, without the memory of the process itself.
 
-        ``reference`` says whether this arm computes the reference as well: one of a race does while the others wait.
+        ``reference`` says whether this arm also computes the reference: one arm of a race does while the others wait.
         """
         raise NotImplementedError
 
     def cannot(self, case: Case) -> str | None:
-        """Why the family has no such combination, or None. All names in the case are known ones."""
+        """The reason why the family lacks this combination, or None. All names in the case are known."""
         return None
 
     def default_races(self, device: str, quick: bool, workload: str = "inference") -> list[tuple[str, str]]:
@@ -175,7 +174,7 @@ class Workload:
         return self.cpu_dtypes if device == "cpu" else self.gpu_dtypes
 
     def refuses(self, case: Case) -> str | None:
-        """Why this combination does not exist (no row is made for it), or None."""
+        """The reason why this combination does not exist and gets no row, or None."""
         if case.workload not in self.workloads:
             return f"workload {case.workload!r} is not one of {', '.join(self.workloads)}"
         unscaled = case.workload == "train" and case.dtype == "float16" and self.autocasts
@@ -186,7 +185,7 @@ class Workload:
         return self.estimate(case, reference=reference) + PROCESS_BYTES
 
     def prepare(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
-        """What :meth:`build` returns, in the worker process; ValueError on a case that :meth:`refuses` names."""
+        """Call :meth:`build` in the worker process; ValueError for a case that :meth:`refuses` rejects."""
         if reason := self.refuses(case):
             raise ValueError(f"{case.arm}: {reason}")
         return self.build(case, data_root=data_root, seed=seed)
@@ -194,7 +193,7 @@ class Workload:
 
 @contextmanager
 def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
-    """Note under ``what`` how long the block takes, work on the device included."""
+    """Record under ``what`` the seconds of the block, including work on the device."""
     synchronise(device)
     began = time.perf_counter()
     yield
@@ -203,7 +202,7 @@ def timed(what: str, seconds: dict[str, float], device: str) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """A counter that takes all attention: torch 2.11 leaves out grouped heads, and up to 2.14 that of a CPU."""
+    """A counter that includes all attention: torch 2.11 omits grouped heads, and up to 2.14 attention on a CPU."""
     kinds = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     attention = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}") for kind in kinds]
     return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(attention, _attention_flops))
@@ -214,7 +213,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 def count_flops(model: nn.Module, *args: Any, backward: bool = False, **inputs: Any) -> int:
-    """Multiply-adds, counted as two, of the products and convolutions of a call, with its backward if asked."""
+    """FLOPs of the products and convolutions of a call, optionally with its backward; a multiply-add counts as two."""
     with torch.set_grad_enabled(backward), flop_counter() as counter:
         output = model(*args, **inputs)
         if backward:
@@ -223,7 +222,7 @@ def count_flops(model: nn.Module, *args: Any, backward: bool = False, **inputs: 
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers in all weights, shared ones once."""
+    """Number of elements of all weights; shared weights count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -231,7 +230,7 @@ _PARAMETERS: dict[tuple[Callable[[Any], nn.Module], str], int] = {}
 
 
 def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
-    """:func:`count_parameters` of ``build(config)``, without memory for the model."""
+    """:func:`count_parameters` of ``build(config)``, without allocating the model."""
     key = (build, repr(config))
     if key not in _PARAMETERS:
         with torch.device("meta"):
@@ -240,7 +239,7 @@ def parameters_of(build: Callable[[Any], nn.Module], config: Any) -> int:
 
 
 def encoder_sizes(build: Callable[[Any], nn.Module], config: Any) -> dict[str, int]:
-    """What a reader needs to know of a model of equal layers."""
+    """Sizes of a model of equal layers, for the reader."""
     layers, width = config.num_hidden_layers, config.hidden_size
     return {"layers": layers, "width": width, "parameters": parameters_of(build, config)}
 
@@ -248,7 +247,7 @@ def encoder_sizes(build: Callable[[Any], nn.Module], config: Any) -> dict[str, i
 def upstream_regions(case: Case, compile: Callable[..., Any]) -> Callable[..., Any] | None:
     """``Prepared.compile_regions`` of a library's model by ``compile``; None for the zoo's.
 
-    Tuned, it may have more graphs of a layer than the eight after which a layer silently stays eager.
+    Tuned arms may compile more than eight graphs of a layer, after which a layer would silently stay eager.
     """
     if case.impl == "zoo":
         return None
@@ -258,10 +257,10 @@ def upstream_regions(case: Case, compile: Callable[..., Any]) -> Callable[..., A
 
 
 def accelerated(model: nn.Module, **options: Any) -> nn.Module:
-    """Regional compilation by the helper that transformers' users have, accelerate's ``compile_regions``.
+    """Regional compilation by transformers' usual helper, accelerate's ``compile_regions``.
 
-    Layers share a graph, unless each reads its own index of a cache; what stands before and behind them is compiled
-    too, module by module.
+    Layers share a graph, unless each reads its own index of a cache. Modules before and after the layers are compiled
+    too, one by one.
     """
     from accelerate.utils import compile_regions
 
@@ -274,7 +273,7 @@ def accelerated_inside(step: Any, **options: Any) -> None:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """What a model of transformers, or a layer, calls its cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
+    """Name of the cache argument of transformers' models and layers: ``cache`` from 5.24, else ``past_key_values``."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -283,7 +282,7 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def converted(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
-    """On the device, and numbers that are not indices in the dtype."""
+    """Move inputs to the device, and cast floating-point ones to the dtype."""
     moved: dict[str, Any] = tree_map_only(
         Tensor, lambda tensor: tensor.to(device, dtype if tensor.is_floating_point() else None), inputs
     )
@@ -296,12 +295,12 @@ def dtype_of(case: Case) -> torch.dtype:
 
 
 def weights_dtype(case: Case) -> torch.dtype:
-    """The dtype that weights are held in where training is autocast over float32."""
+    """The dtype of weights if training uses autocast over float32."""
     return torch.float32 if case.workload == "train" else dtype_of(case)
 
 
 def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of autocast over float32 weights where a case has this one: None for float32."""
+    """The dtype of autocast over float32 weights for a case's dtype: None for float32."""
     return None if dtype is torch.float32 else dtype
 
 
@@ -309,17 +308,17 @@ def autocast_of(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def draw(shape: tuple[int, ...], name: str, *, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Normal numbers, drawn on the device from a stream that belongs to this name."""
-    # Of a longer number the CPU's generator would take the lower half only.
+    """Normal numbers, drawn on the device from a random stream specific to this name."""
+    # 32 bits, since the CPU's generator uses only the lower half of a longer seed.
     generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 
 class SeededWeights(Mapping[str, Tensor]):
-    """Weights of ``model`` under its names, each drawn when it is asked for; tied ones once.
+    """Weights of ``model`` under its names, each drawn on access; tied weights are drawn once.
 
-    Products keep the size of what goes through them. Norms differ from one, so that a forgotten one shows. The same
-    seed gives the same weights on the same kind of device.
+    Products preserve the scale of activations. Norm weights differ from one, so that a forgotten norm shows. Equal
+    seeds give equal weights on one kind of device.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -341,7 +340,7 @@ class SeededWeights(Mapping[str, Tensor]):
 
 
 def zoo_model(build: Callable[[Any], nn.Module], config: Any, weights: SeededWeights, placements: Any) -> Any:
-    """``build(config)`` with these weights, which go where ``placements`` says, as ``zoo.weights.fill`` takes them."""
+    """``build(config)``, filled with these weights by ``zoo.weights.fill`` according to ``placements``."""
     from zoo.weights import fill
 
     with torch.device("meta"):

@@ -18,21 +18,21 @@ from zoo.bert import Bert, BertConfig, pack, token_buckets
 from zoo.bert.convert import placements, skeleton
 from zoo.bert.model import PRESETS
 
-# Times the width: wide models take smaller steps. 2e-6 at 768: with weights that nobody trained and no warm-up, two
-# copies of one arm part after some twenty steps at a rate of fine-tuning.
+# Learning rate times width, since wide models need smaller steps: 2e-6 at 768. With untrained weights and no warm-up,
+# two copies of one arm would diverge after some twenty steps at a typical rate of fine-tuning.
 _RATE_TIMES_WIDTH = 1.5e-3
 
 
 class BertWorkload(base.Workload):
     """Inference with random weights: ids in, hidden states and pooled output of ``BertModel`` out.
 
-    ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths, about half of the batch
-    filled, from which the pooled output is asked; padded with a mask for transformers, packed on the host for the zoo.
+    ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths that fill about half of
+    the batch, with the pooled output; padded with a mask for transformers, packed on the host for the zoo.
 
-    Training is fine-tuning as a classifier over float32 weights; the dtype is that of autocast. ``BxT`` as above;
-    ``epoch-BxT``: an epoch of batches of rows of any lengths up to T, a step a batch: padded to the longest of a batch
-    for transformers as shipped, to T for it tuned, packed into declared sizes for the zoo. ``epoch-static-BxT``: the
-    same, with ``dynamic=False`` for transformers as shipped.
+    Training is fine-tuning of a classifier with float32 weights; the dtype is that of autocast. ``BxT`` as above;
+    ``epoch-BxT``: an epoch of batches with rows of up to T tokens, one step per batch. Batches are padded to their
+    longest row for transformers as shipped, padded to T for transformers tuned, and packed into declared sizes for the
+    zoo. ``epoch-static-BxT``: the same, with ``dynamic=False`` for transformers as shipped.
     """
 
     family = "bert"
@@ -62,13 +62,13 @@ class BertWorkload(base.Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated device memory: weights, and what is alive at once in a layer whose steps are not fused."""
+        """Estimated device memory: weights, and the live tensors of a layer without fusion."""
         if case.workload == "train":
             return training_memory(case, reference=reference)
         config, given, itemsize = PRESETS[case.model], bert_arms.task(case.input), base.dtype_of(case).itemsize
         parameters, tokens = base.parameters_of(Bert, config), given.batch * given.length
         wide = 8 * config.hidden_size + 3 * config.intermediate_size
-        # A mask that is written out, as numbers.
+        # A materialised mask, as numbers.
         masks = tokens * given.length * (1 + itemsize) if given.skewed else 0
         running = (parameters + tokens * wide) * itemsize + masks
         if not reference:
@@ -126,7 +126,7 @@ class BertWorkload(base.Workload):
 
 
 def config_of(model: str) -> BertConfig:
-    """The config of a classifier without dropout, which every arm would draw anew."""
+    """The config of a classifier without dropout, since arms would draw different dropout masks."""
     return replace(
         PRESETS[model],
         head="sequence-classification",
@@ -183,13 +183,13 @@ def prepare_training(case: Case, *, seed: int) -> base.Prepared:
 
 
 def training_memory(case: Case, *, reference: bool) -> int:
-    """Estimated device memory of an arm, padded as far as any batch is, or of the reference if that takes more."""
+    """Estimated device memory of an arm with maximum padding, or of the reference if that takes more."""
     config, asked = config_of(case.model), bert_arms.task(case.input)
     parameters, tokens, layers = base.parameters_of(Bert, config), asked.batch * asked.length, config.num_hidden_layers
-    # Scores, their softmax and its gradient, where attention writes them out: on a CPU, and in float64.
+    # Scores, their softmax and its gradient, if attention materialises them: on a CPU, and in float64.
     scores = 3 * asked.batch * config.num_attention_heads * asked.length**2
-    # What a token leaves behind in a layer for the backward: its input, three projections, what attention gives, what
-    # goes into both norms and comes out, and both sides of the activation.
+    # Saved tensors per token and layer: the input, three projections, attention's output, inputs and outputs of both
+    # norms, and input and output of the activation.
     inside = tokens * (10 * config.hidden_size + 2 * config.intermediate_size)
     running = 4 * layers * (inside + (scores if case.device == "cpu" else 0))
     exact = 8 * (layers * tokens * config.hidden_size + 2 * (inside + scores) + 4 * parameters)

@@ -1,4 +1,4 @@
-"""What BERT is given, transformers' arms, and what an encoder must do and move.
+"""Inputs of BERT, transformers' arms, and an encoder's FLOPs and bytes.
 
 Legend: B rows, T tokens of the longest, N tokens of all, C width, K labels.
 """
@@ -32,27 +32,27 @@ TRAINING_BYTES_FORMULA = (
     "bytes for every weight of all: its gradient is written, and the optimizer reads weight, gradient and two moments "
     "and writes three. Left out, so that it is a lower bound: activations."
 )
-# The reference takes so many rows at once: it writes scores out.
+# Rows that the reference takes at once, since it materialises scores.
 REFERENCE_ROWS = 16
 _INPUT = re.compile(r"(?:(?P<kind>skewed|epoch|epoch-static)-)?(?P<batch>\d+)x(?P<length>\d+)")
-# Lengths of texts are roughly log-normal. With this median (of the longest) and spread about half of a skewed batch is
-# filled, and less of an epoch's, once longer texts are cut off as by a tokenizer.
+# Text lengths are roughly log-normal. With this median (relative to the maximum) and spread, texts fill about half of a
+# skewed batch and less of an epoch's batches, after truncation as by a tokenizer.
 _SKEWED, _EPOCH = (0.42, 0.75), (0.25, 0.5)
 LABELS = 4
-# Every label has a few words of its own, and so much of each of its texts consists of them.
+# Number of words specific to a label, and their share of each of the label's texts.
 WORDS, SHARE = 8, 0.25
-# Batches of an epoch, and how many of them are a round, which every arm runs: rounds go through the epoch in order.
+# Batches of an epoch, and batches of a round. Every arm runs the rounds in the order of the epoch.
 EPOCH, ROUND = {"cuda": 1000, "cpu": 20}, {"cuda": 25, "cpu": 2}
-# Sizes that packed batches are filled up to: most are spaced over the epoch's own numbers of tokens.
+# Number of sizes of packed batches. Most sizes are spaced over the range of the epoch's numbers of tokens.
 BUCKETS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one call, or one step, is given: ``batch`` rows of ``length`` tokens, or of at most so many.
+    """The input of one call or step: ``batch`` rows of ``length`` tokens, or of at most ``length`` tokens.
 
-    ``kind``: none, all rows are full; ``skewed``, most are well shorter; ``epoch``, batches of any lengths;
-    ``epoch-static``, the same with a graph for each length in upstream's compiled arms.
+    ``kind``: none, all rows are full; ``skewed``, most rows are much shorter; ``epoch``, batches of any lengths;
+    ``epoch-static``, the same with one graph per length in upstream's compiled arms.
     """
 
     batch: int
@@ -68,7 +68,7 @@ class Task:
         return self.kind in ("epoch", "epoch-static")
 
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row, rising: evenly spaced quantiles, so that every seed has equal work."""
+        """Tokens of each row, ascending: evenly spaced quantiles, so that every seed has equal work."""
         if not self.skewed:
             return (self.length,) * self.batch
         quantiles = (torch.arange(self.batch, dtype=torch.float64) + 0.5) / self.batch
@@ -155,16 +155,16 @@ class Batches:
             self.buckets = token_buckets(task.batch, task.length, steps=BUCKETS, typical=(min(tokens), max(tokens)))
 
     def seed_of(self, index: int) -> int:
-        """Of one batch; those below zero are not of the epoch."""
+        """The seed of one batch. Negative indices are outside the epoch."""
         return (self.seed << 20) + (1 << 16) + index
 
     def checked(self, index: int) -> dict[str, Any]:
-        """The batch of a step that is checked; of an epoch none of its own, and padded as far as any."""
+        """The batch of a checked step. It is not one of the epoch's batches, and has maximum padding."""
         texts = draw_texts(self.config, self.task, seed=self.seed_of(-1 - index), longest=True)
         return self.to_device(self.arrange(texts))
 
     def arrange(self, texts: Texts) -> dict[str, Any]:
-        """What the loss is called with, still on the host."""
+        """The loss's input batch, still on the host."""
         ids, mask, labels = texts
         if not self.task.epoch:
             return {"input_ids": ids, "labels": labels}
@@ -183,7 +183,7 @@ class Batches:
         return {name: value.to(self.device) for name, value in batch.items()}
 
     def shapes(self) -> tuple[dict[str, Any], ...]:
-        """A packed batch of each bucket, the largest first; nothing for those that are padded."""
+        """One packed batch per bucket, the largest first; empty for padded batches."""
         if self.impl != "zoo":
             return ()
         rows, length = self.task.batch, self.task.length
@@ -205,7 +205,7 @@ class Batches:
         return [self.to_device(batch) for batch in ready]
 
     def preparation(self) -> dict[str, float]:
-        """Seconds of what a loader would do for the zoo beside padding."""
+        """Seconds of the zoo's additional work in a loader, instead of padding."""
         return {"packing an epoch on the host": self.seconds} if self.task.epoch and self.impl == "zoo" else {}
 
     @property
@@ -214,7 +214,7 @@ class Batches:
         return [texts.lengths for texts in self.texts]
 
     def sizes(self) -> dict[str, int]:
-        """What a reader needs to know; of an epoch the means of its batches."""
+        """Sizes for the reader; for an epoch the means of its batches."""
         count = len(self.texts)
         found = {"batch": self.task.batch, "length": self.task.length, "tokens": sum(map(sum, self.lengths)) // count}
         if self.task.epoch:
@@ -228,7 +228,7 @@ class Batches:
 
 
 def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
-    """The library's model, ``BertModel`` or with a head, in eval mode with these weights, which become its own."""
+    """The library's model, ``BertModel`` or with a head, in eval mode; it takes ownership of these weights."""
     model = skeleton(config)
     model.load_state_dict(dict(weights), strict=True, assign=True)
     reset_buffers(model)
@@ -236,10 +236,10 @@ def build(config: BertConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 class Step(nn.Module):
-    """One call of a model: of full rows all that it returns, of others what is pooled.
+    """One call of a model: returns all outputs for full rows, else the pooled output.
 
-    ``ready_mask`` hands over the mask as attention takes it, which the library documents. By its own means it looks at
-    the mask in every call, and waits for the GPU, to find out whether it is needed.
+    ``ready_mask`` passes the mask in attention's format, as the library documents. Otherwise the library reads the mask
+    in every call, and waits for the GPU, to decide whether the mask is needed.
     """
 
     def __init__(self, model: nn.Module, *, ready_mask: bool = False) -> None:
@@ -249,7 +249,7 @@ class Step(nn.Module):
     def forward(
         self, input_ids: Tensor | PackedBatch, attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Ids and mask [B, T], or a packed batch -> hidden states [B, T, C] and pooled [B, C], or these alone."""
+        """Ids and mask [B, T], or a packed batch -> hidden states [B, T, C] and pooled [B, C], or only the pooled."""
         mask = attention_mask
         if mask is not None and self.ready_mask:
             mask = mask.bool()[:, None, None]
@@ -260,7 +260,7 @@ class Step(nn.Module):
 
 
 class ZooStep(Step):
-    """The same of the zoo's model."""
+    """The same step with the zoo's model."""
 
     regions = Bert.regions
 
@@ -269,7 +269,7 @@ class ZooStep(Step):
 def reference_output(
     config: BertConfig, weights: Mapping[str, Tensor], input_ids: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """What a step returns, as one vector: eager upstream in float64 on these weights, some rows at a time."""
+    """A step's output as one vector: eager upstream in float64 on these weights, some rows at a time."""
     step = Step(build(config, weights).double())
     ids = input_ids.split(REFERENCE_ROWS)
     masks = [None] * len(ids) if mask is None else mask.split(REFERENCE_ROWS)
@@ -288,9 +288,9 @@ def layer_weights(config: BertConfig) -> int:
 
 
 def flops(config: BertConfig, lengths: Sequence[int]) -> int:
-    """Multiply-adds counted as two: products of every token, scores and their sums within rows, the pooler.
+    """FLOPs (a multiply-add counts as two) of every token's products, attention within rows, and the pooler.
 
-    Padding is no work to be done, whoever does it, which is why this is not counted on a model.
+    Work on padding does not count, so this is not measured on a model.
     """
     width, inner = config.hidden_size, config.intermediate_size
     pairs = sum(length * length for length in lengths)
@@ -307,7 +307,7 @@ def bytes_moved(config: BertConfig, task: Task, itemsize: int) -> int:
 
 
 def training_flops(config: BertConfig, lengths: Sequence[int]) -> int:
-    """Gradients by inputs and by weights each take what the forward does; padding is no work to be done."""
+    """Three times the forward: gradients of inputs and of weights cost as much each. Padding does not count."""
     return 3 * (flops(config, lengths) + 2 * len(lengths) * LABELS * config.hidden_size)
 
 

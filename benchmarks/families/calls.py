@@ -1,6 +1,6 @@
-"""Eight small blocks, so small that a call of them is the host's work alone: what it costs to call a compiled region.
+"""Eight blocks so small that a call is only host work: measures the cost of calling a compiled region.
 
-``host_ms`` of ``regional`` less that of ``full``, over eight, is a region call.
+A region call takes the difference of ``host_ms`` between ``regional`` and ``full``, divided by eight.
 
 Shapes: B batch, D width.
 """
@@ -27,7 +27,7 @@ GRAPHS = {f"graphs-{count}": count for count in (1, 8, 24)}
 
 
 class Block(nn.Module):
-    """As users write it: Inductor compiles norm and activation."""
+    """A block in the usual style: Inductor compiles norm and activation."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class KernelBlock(Block):
-    """As the zoo writes it: norm and activation are kernels, and nothing is left to fuse."""
+    """A block in the zoo's style: norm and activation are kernels, and nothing is left to fuse."""
 
     def forward(self, x: Tensor) -> Tensor:
         up = F.linear(layer_norm(x, self.norm.weight, self.norm.bias, self.norm.eps), self.up.weight)
@@ -52,10 +52,10 @@ BLOCKS = {"block-8": Block, "kernel-block-8": KernelBlock}
 class Blocks(nn.Module):
     def __init__(self, block: type[Block], width: int) -> None:
         super().__init__()
-        # Without it the first block's input would have no gradient and the others' would: two graphs.
+        # Without this parameter only the first block's input would have no gradient, which gives two graphs.
         self.scale = nn.Parameter(torch.ones(width))
         self.blocks = nn.ModuleList(block(width) for _ in range(DEPTH))
-        self.others: list[nn.Module] = []  # models whose graphs the class has as well; in a list, no submodules
+        self.others: list[nn.Module] = []  # other models of the class with their graphs; a list hides submodules
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
@@ -65,7 +65,7 @@ class Blocks(nn.Module):
 
 
 class CallsWorkload(Workload):
-    """A model of eight blocks, for whose class the compiler holds as many graphs as the input's name says."""
+    """A model of eight blocks. The input's name says how many graphs the compiler holds for the block's class."""
 
     family = "calls"
     models = tuple(BLOCKS)
@@ -116,7 +116,7 @@ class CallsWorkload(Workload):
 
 
 def _model(case: Case, width: int, seed: int) -> Blocks:
-    """Training keeps float32 weights, under autocast where the case's dtype is another."""
+    """The case's model. Training keeps float32 weights, under autocast for other dtypes."""
     torch.manual_seed(seed)
     return Blocks(BLOCKS[case.model], width).train(case.workload == "train").to(case.device, weights_dtype(case))
 

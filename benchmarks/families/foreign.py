@@ -1,6 +1,6 @@
-"""Models of other libraries at real size with random weights: as they are, compiled whole, and by regions.
+"""Models of other libraries at full size with random weights: eager, compiled whole, and compiled by regions.
 
-``upstream`` arms are eager, whole and by the library's own helper; ``zoo`` arms are ``zoo.compile_regions`` on the same
+``upstream`` arms are eager, whole and by the library's own helper; ``zoo`` arms use ``zoo.compile_regions`` on the same
 model, which declares no regions.
 
 Shapes: B rows, N prompts, T tokens, V words.
@@ -29,7 +29,7 @@ BYTES_FORMULA = "Weights, for each token that is generated. A lower bound: input
 
 @dataclass(frozen=True)
 class Model:
-    """A model, inputs of one call by name, and how many of ``unit`` they are."""
+    """A model, inputs of one call by name, and the number of ``unit`` in them."""
 
     make: Callable[[], nn.Module]
     inputs: Mapping[str, Callable[[], dict[str, Any]]]
@@ -68,7 +68,7 @@ MODELS = {
 
 
 class ForeignWorkload(base.Workload):
-    """Inference of models of transformers, diffusers and torchvision that the zoo has no version of.
+    """Inference of models of transformers, diffusers and torchvision that the zoo does not implement.
 
     ``BxP``: images of P pixels a side; ``Bx30s``: speech and 64 tokens of its text, through encoder and decoder;
     ``dynamic-N``, ``static-N``: N tokens by ``generate()`` with transformers' cache of that kind; ``continuous-N``: N
@@ -97,7 +97,7 @@ class ForeignWorkload(base.Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Weights as they are drawn in float32, and in the case's dtype; the reference is another model in float32."""
+        """Bytes of the drawn float32 weights and of those in the case's dtype; the reference is a float32 model too."""
         weights, small = parameters(case.model), DEBUG in case.model
         return weights * (4 * (2 if reference else 1) + base.dtype_of(case).itemsize) + (0 if small else ACTIVATIONS)
 
@@ -117,7 +117,7 @@ class ForeignWorkload(base.Workload):
 
         def compile_regions(step: Any, **options: Any) -> None:
             if case.impl == "zoo" and kind in (DYNAMIC, CONTINUOUS):
-                options["dynamic"] = None  # as users leave it
+                options["dynamic"] = None  # the default of users
             if case.impl == "zoo" and kind == CONTINUOUS:
                 options["fullgraph"] = False  # transformers keeps its cache's update out of any graph
             step.model = by_regions(case, step.model, options)
@@ -152,7 +152,7 @@ def parameters(name: str) -> int:
 
 
 def drawn(case: Case, seed: int) -> Any:
-    """The library's model with random weights; norms and layer scales differ, so that a forgotten one shows."""
+    """The library's model with random weights; norms and layer scales are drawn too, so that a forgotten one shows."""
     torch.manual_seed(seed)
     with torch.device(case.device):
         model = MODELS[case.model].make()
@@ -163,7 +163,7 @@ def drawn(case: Case, seed: int) -> Any:
 
 
 def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
-    """The model compiled by the zoo, or as its library's users do: torchvision has no helper for it."""
+    """The model, compiled by the zoo or as users of its library do; torchvision has no helper."""
     if case.impl == "zoo":
         return zoo.compile_regions(model, **options)
     options |= compile_limit_kwargs() if case.impl == "upstream-tuned" else {}
@@ -180,7 +180,7 @@ def by_regions(case: Case, model: Any, options: dict[str, Any]) -> Any:
 
 
 class Call(nn.Module):
-    """One call of the model, of whose output the first tensor is returned."""
+    """One call of the model; returns the first tensor of its output."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -194,10 +194,10 @@ class Call(nn.Module):
 
 
 class Generation(Call):
-    """``generate()`` along a text that is given, so that all arms read the same; returns the last token's logits.
+    """``generate()`` with forced tokens, so that all arms read the same text; returns the last token's logits.
 
-    A static cache is kept from call to call, so that no address changes. transformers compiles a decoding step itself
-    where the cache is static: here for ``reduce-overhead`` alone. A captured step takes the same place.
+    A static cache is kept from call to call, so that no address changes. With a static cache transformers compiles a
+    decoding step itself: here only for ``reduce-overhead``. A captured step replaces the same step.
     """
 
     def __init__(self, model: Any, prompt: Tensor, text: Tensor, *, static: bool) -> None:
@@ -221,7 +221,7 @@ class Generation(Call):
         return self.logits
 
     def of(self, logits: Tensor) -> Tensor:
-        """What is returned, of the logits [1, T, V] of all tokens."""
+        """The part of the logits [1, T, V] of all tokens that is returned."""
         return logits[:, -1]
 
     def _follow(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -232,14 +232,14 @@ class Generation(Call):
         return wanted
 
     def compile_full(self, _: Any, *, mode: str | None, **options: Any) -> None:
-        """The model, or with CUDA graphs a decoding step by transformers."""
+        """Compile the model; with CUDA graphs transformers compiles a decoding step."""
         if mode in CUDA_GRAPH_MODES:
             self._compile_steps(mode=mode, **options)
         else:
             self.model.compile(mode=mode, **options)
 
     def capture(self) -> None:
-        """Have a decoding step captured in the next call, and replayed from then on."""
+        """Let the next call capture a decoding step, which later steps replay."""
         self._compile_steps()
         self.model.get_compiled_call = lambda _: self._replay
 
@@ -254,7 +254,7 @@ class Generation(Call):
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         if self.step is None:
-            # The runs before a capture write into the cache and move it on.
+            # Warm-up runs before a capture write into the cache and advance it.
             held = [each for layer in self.kept.layers for each in vars(layer).values() if isinstance(each, Tensor)]
             before = [each.clone() for each in held]
             step = partial(lambda model, **given: model(**given).logits, self.model)
@@ -265,9 +265,9 @@ class Generation(Call):
 
 
 class Batching(Call):
-    """transformers' continuous batching of N prompts in its own thread; returns what their first tokens' odds were.
+    """transformers' continuous batching of N prompts in its own thread; returns their first tokens' log probabilities.
 
-    Later tokens are not compared: with random weights they part where two are as likely.
+    Later tokens are not compared: with random weights they diverge at near-equal probabilities.
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
@@ -292,11 +292,11 @@ class Batching(Call):
         return torch.tensor([found[each].logprobs[0] for each in wanted])
 
     def of(self, logits: Tensor) -> Tensor:
-        """What is returned, of the logits [N, T, V] of the prompts."""
+        """The part of the prompts' logits [N, T, V] that is returned."""
         return logits[:, -1].log_softmax(-1).amax(-1).cpu()
 
     def compile_full(self, _: Any, **options: Any) -> None:
-        """The step, as transformers does it: its attention and sampling included."""
+        """Compile the step as transformers does, including attention and sampling."""
         from transformers import CompileConfig
 
         config = CompileConfig(**{**options, "dynamic": True})
@@ -316,7 +316,7 @@ class Batching(Call):
         self.manager.start()
 
     def stop(self) -> None:
-        """End transformers' thread, without which the process does not end by itself."""
+        """End transformers' thread, which would keep the process alive."""
         if self.manager is not None:
             self.manager.stop(block=True)
             self.manager = None

@@ -1,6 +1,6 @@
 """GCN, GAT and GraphSAGE over a whole graph, and GraphSAGE trained on sampled neighbourhoods.
 
-Legend: N nodes and E edges of a batch, B seeds; n and e of one that is not padded.
+Legend: N nodes and E edges of a batch, B seeds; n nodes and e edges of an unpadded batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.strategies import reference_losses
 from zoo.gnn import NeighborSampler, SampledBatch, Subgraph
 
 SAMPLED = "-sampled"
-# Batches of an epoch, which is a round of the race.
+# Batches of an epoch. A round of the race is an epoch.
 BATCHES = 24
 SAMPLED_BYTES_FORMULA = (
     "Of a batch of the usual size what full-batch training of such a graph must move, in each layer for the rows that "
@@ -37,10 +37,10 @@ TRAINING_BYTES_FORMULA = (
     "bound: activations that are kept, weight gradients, and the optimizer, which reads and writes 28 bytes a weight."
 )
 LEARNING_RATE = 1e-2
-# What a batch that is not padded holds.
+# Keys of an unpadded batch.
 _INPUTS = ("nodes", "edge_index", "seeds", "hop_nodes", "hop_edges")
 KINDS = ("gcn", "gat", "graphsage")
-# Bytes an edge while edges are sorted (by the generator, or for a CSR): keys, values, order and work space.
+# Bytes per edge during sorting (by the generator, or for a CSR): keys, values, order and work space.
 _SORTING = 6 * 16
 
 
@@ -51,8 +51,8 @@ class GnnWorkload(Workload):
     wide (GAT 8 heads of 32), on larger graphs; the last layer ends in the classes. ``<kind>-8x256`` has eight layers of
     one width from end to end, so that all share one signature.
 
-    Training is full-batch too, with labels of a random linear map; on ``<graph>-sampled`` GraphSAGE trains on sampled
-    neighbourhoods, and a step waits for its batch. Weights and features are float32 then, and the dtype is autocast's.
+    Training is also full-batch, with labels from a random linear map. On ``<graph>-sampled`` GraphSAGE trains on
+    sampled neighbourhoods, and a step waits for its batch. Training has float32 weights and features under autocast.
     """
 
     family = "gnn"
@@ -81,7 +81,7 @@ class GnnWorkload(Workload):
             return sampled_memory(case, arch, nodes, edges, reference=reference)
         itemsize = weights_dtype(case).itemsize
         sorting = _SORTING * edges
-        # What stays: raw edges, and what was prepared from them (in the zoo, with narrow indices, with and without
+        # Persistent memory: raw edges and the prepared graph (in the zoo with narrow indices, with and without
         # self-loops).
         prepared = {"upstream": 0, "upstream-tuned": 24, "zoo": 28 if arch.self_loops else 12}[case.impl]
         graph = (16 + prepared) * arch.edges(nodes, edges)
@@ -90,20 +90,20 @@ class GnnWorkload(Workload):
         if case.workload == "train":
             messages = gnn_arms.training_memory(case, arch, nodes, edges, reference=reference)
         elif tuned_csr or (case.impl == "zoo" and case.device == "cuda"):
-            messages = 0  # nothing is as long as the edges and as wide as the features
+            messages = 0  # no tensor is as long as the edges and as wide as the features
         elif case.strategy == "eager":
             # The zoo sums half precision in float32.
             held = max(itemsize, 4) if case.impl == "zoo" else itemsize
             messages = gnn_arms.message_bytes(arch, nodes, edges, held)
         else:
-            # Inductor fuses gather, weight and scatter; GAT's scores and their sums stay, a few values a head and edge.
+            # Inductor fuses gather, weight and scatter. GAT's scores and sums remain, a few values per head and edge.
             messages = arch.edges(nodes, edges) * 6 * arch.heads * itemsize
         return graph + dense + max(sorting, dense + messages)
 
     def build(self, case: Case, *, data_root: str | None, seed: int) -> Prepared:
         device, held = torch.device(case.device), weights_dtype(case)
         graph_name = case.input.removesuffix(SAMPLED)
-        # A model of one width takes features of it.
+        # A model of one width takes features of this width.
         features = architecture(case.model, graph_name, features=0, classes=0).features or None
 
         def load() -> Graph:
@@ -120,11 +120,11 @@ class GnnWorkload(Workload):
 
         def compile_convs(model: nn.Module, **options: Any) -> None:
             if case.impl == "upstream" and not case.dynamic:
-                options["dynamic"] = None  # as its users leave it
+                options["dynamic"] = None  # the default of its users
             gnn_arms.compile_convs(model, **options)
 
         def reference() -> Tensor:
-            # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
+            # Rebuilt for the reference, so that an arm's measured memory includes only its own model.
             model = gnn_arms.build(arch, seed=seed).to(device, held)
             return gnn_arms.reference_output(arch, model, x, load().edge_index)
 
@@ -184,19 +184,19 @@ def training_of(
 
     def batch(index: int) -> Tensor:
         generator = torch.Generator().manual_seed((seed << 20) + index)
-        # Left out by value and not by selection, whose size would differ and be waited for; in every arm alike.
+        # Excluded by label value, in every arm: a selection would have a varying size and synchronise.
         left_out = torch.rand(graph.nodes, generator=generator) < 0.5
         return torch.where(left_out, -100, labels).to(x.device)
 
     def loss(model: nn.Module, labels: Tensor) -> Tensor:
-        features = x.to(next(model.parameters()).dtype)  # float64 for the reference, else as it is
+        features = x.to(next(model.parameters()).dtype)  # float64 for the reference, else unchanged
         return F.cross_entropy(model(features, **inputs), labels)
 
     return Training(loss=loss, batch=batch, learning_rate=LEARNING_RATE, autocast=autocast)
 
 
 def labels_of(x: Tensor, classes: int, *, seed: int) -> Tensor:
-    """Labels [N] below ``classes``: the greatest of a random linear map of features [N, F]."""
+    """Labels [N] below ``classes``: the argmax of a random linear map of features [N, F]."""
     teacher = torch.randn(x.size(1), classes, generator=torch.Generator().manual_seed(seed)).to(x)
     return (x @ teacher).argmax(1)
 
@@ -225,7 +225,7 @@ def for_training(case: Case, prepared: Prepared, arch: Architecture, graph: Grap
 
 
 def drawing_of(arch: Architecture, nodes: int) -> tuple[tuple[int, ...], int]:
-    """Neighbours that are drawn, fewer hop by hop, and seeds of a batch."""
+    """Neighbours sampled per hop, decreasing, and the seeds of a batch."""
     return (15, 10, 5)[: arch.layers], 8 if nodes < 10_000 else 1024
 
 
@@ -246,7 +246,7 @@ def sampler_of(graph: Graph, arch: Architecture, *, seed: int) -> NeighborSample
 
 
 def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, graph: Graph, *, seed: int) -> Prepared:
-    """What inference over the whole graph prepares, made ready for training on parts of it."""
+    """A copy of the prepared whole-graph inference for training on sampled parts of the graph."""
     x: Tensor = prepared.inputs["x"]
     labels = labels_of(x, graph.classes, seed=seed)
     sampler = sampler_of(graph, arch, seed=seed)
@@ -281,7 +281,7 @@ def for_sampled_training(case: Case, prepared: Prepared, arch: Architecture, gra
 
 
 def sampled_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
-    """Estimated peak device memory: the whole graph while it is made and sorted, or features, edges and a batch."""
+    """Estimated peak device memory: building and sorting the whole graph, or features, edges and a batch."""
     fanouts, met = drawing_of(arch, nodes)
     frontier, drawn = met, 0
     for fanout in fanouts:
@@ -291,16 +291,16 @@ def sampled_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, re
     features = 4 * nodes * (arch.features + (arch.classes or arch.hidden))
     made = (16 + _SORTING) * edges
     kept = 4 * edges + 12 * nodes if case.impl == "zoo" else 0
-    # A batch in the bucket that holds all, once more in the buffers of a CUDA graph; its features, and its edges in
-    # each layer, both ways.
+    # A batch in the largest bucket, and its copy in a CUDA graph's buffers: features, and the edges of each layer in
+    # both directions.
     batch = 2 * (4 * met * arch.features + 20 * arch.layers * (met + drawn))
     return features + max(made, kept + batch + gnn_arms.training_memory(case, arch, met, drawn, reference=reference))
 
 
 class _Parts:
-    """Batches of one sampler, padded for our model and as they are for torch-geometric's.
+    """Batches of one sampler: padded for the zoo's model, unpadded for torch-geometric's.
 
-    Of the race ``ours`` draws our model's; where losses are compared all arms see the same batches.
+    In the race ``ours`` samples for the zoo's model. For comparisons of losses all arms see the same batches.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class _Parts:
             return F.cross_entropy(output, batch.labels(self.labels))
 
         def epoch() -> Iterator[SampledBatch]:
-            # What the host draws it also pins, in the thread that drew it.
+            # The thread that samples a batch on the host also pins it.
             pinned = self.x.is_cuda and self.ours.device.type == "cpu"
             for batch in self.ours.epoch(next(self._epochs), methodcaller("pin_memory") if pinned else None):
                 yield self._moved(batch)
@@ -331,7 +331,7 @@ class _Parts:
         )
 
     def unpadded(self, *, trimmed: bool = False) -> Training:
-        """Of as many nodes and edges as were drawn, by the library's own loader where it can be had."""
+        """Training on unpadded batches, from the library's own loader if it is available."""
 
         def loss(model: Any, batch: dict[str, Any]) -> Tensor:
             features = self.x[batch["nodes"]].to(next(model.parameters()).dtype)
@@ -343,7 +343,7 @@ class _Parts:
             if not library_samples():
                 yield from map(self._on_device, self.sampler.subgraphs(next(self._epochs), self._ready))
                 return
-            for got in self._library:  # which goes on to another epoch by itself
+            for got in self._library:  # each iteration over the loader is another epoch
                 values = (got.n_id, got.edge_index, got.batch_size, got.num_sampled_nodes, got.num_sampled_edges)
                 yield self._on_device(dict(zip(_INPUTS, values, strict=True)))
 
@@ -360,7 +360,7 @@ class _Parts:
         return batch if batch.nodes.device == self.x.device else batch.to(self.x.device, non_blocking=True)
 
     def _ready(self, drawn: Subgraph) -> dict[str, Any]:
-        """All that the host does with a batch before it is moved."""
+        """The host's work on a batch before it is moved to the device."""
         tensors = [each.pin_memory() if self.x.is_cuda else each for each in (drawn.nodes, drawn.edge_index)]
         values = (*tensors, len(drawn.seeds), drawn.hop_nodes, drawn.hop_edges)
         return dict(zip(_INPUTS, values, strict=True))
@@ -371,7 +371,7 @@ class _Parts:
 
     @functools.cached_property
     def _library(self) -> Any:
-        """torch-geometric's loader. One for all epochs, whose workers stay; each has another order."""
+        """torch-geometric's loader: one for all epochs, with persistent workers; each epoch has another order."""
         from torch_geometric.data import Data
         from torch_geometric.loader import NeighborLoader
 
@@ -382,7 +382,7 @@ class _Parts:
             batch_size=sampler.batch_size,
             input_nodes=sampler.seeds,
             is_sorted=True,
-            # Else the thread that trains puts batches together, and nobody pins them.
+            # Otherwise the training thread collates batches, and no thread pins them.
             filter_per_worker=True,
             shuffle=True,
             generator=torch.Generator().manual_seed(sampler.seed),

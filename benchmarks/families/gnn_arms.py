@@ -1,6 +1,6 @@
-"""GNNs in the benchmark: their shapes, torch-geometric's arms, and what a GNN must do and hold.
+"""GNNs in the benchmark: their shapes, torch-geometric's arms, and a GNN's FLOPs and memory.
 
-Legend: N nodes, E edges with the self-loops that a layer adds, H heads, s bytes a value.
+Legend: N nodes, E edges with the self-loops that a layer adds, H heads, s bytes per value.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BYTES_FORMULA = (
 Sizes = Sequence[tuple[int, int]]
 HEADS = 8
 SMALL = ("karate", "cora")
-LARGE_EDGES = 20_000_000  # whose messages in float64 would not fit
+LARGE_EDGES = 20_000_000  # from this number on messages in float64 would not fit
 _DEEP = re.compile(r"(?P<kind>\w+)-(?P<layers>\d+)x(?P<width>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One message-passing layer's widths. Heads that are not concatenated are averaged, each as wide as the output."""
+    """Widths of one message-passing layer. Heads are concatenated, or averaged with each as wide as the output."""
 
     inputs: int
     outputs: int
@@ -116,11 +116,11 @@ def compile_convs(model: nn.Module, **options: Any) -> None:
 
 
 def tuned_layout(case: Case, kind: str) -> str:
-    """The adjacency that serves this arm best: ``csr`` or ``sorted`` (edges by destination, weights beside them).
+    """The fastest adjacency of this arm: ``csr`` or ``sorted`` (edges by destination, with separate weights).
 
-    A CSR tensor sends GCN and GraphSAGE through one sparse product a layer. torch.compile cannot take sparse tensors
+    With a CSR tensor GCN and GraphSAGE run one sparse product per layer. torch.compile cannot take sparse tensors
     (every convolution would fall back to eager), GAT has no sparse path, and the CPU has no sparse product in half
-    precision: there edges sorted by destination, with self-loops and normalisation done before, compile to one graph.
+    precision. In these cases edges sorted by destination, already with self-loops and normalised, give one graph.
     ``EdgeIndex`` has no sparse path into these convolutions, fails under inference mode, and is no faster on the CPU.
     """
     sparse = kind != "gat" and case.strategy == "eager" and (case.device != "cpu" or case.dtype == "float32")
@@ -139,8 +139,8 @@ def tune(
     """``shipped`` at the library's documented best for raw edges [2, E], and its inputs besides ``x``.
 
     GCN: ``GCNConv(normalize=False)`` on edges normalised once. GAT: ``add_self_loops=False`` on edges with self-loops.
-    All: edges sorted by destination, or a ``torch.sparse_csr`` adjacency. This is held in the dtype of autocast, which
-    would round it in every forward, and not in the backward, where a float32 one has no product with narrow gradients.
+    All: edges sorted by destination, or a ``torch.sparse_csr`` adjacency in autocast's dtype. Autocast would round a
+    float32 adjacency in every forward but not in the backward, which has no product of it with narrow gradients.
     """
     from torch_geometric.nn.conv.gcn_conv import gcn_norm
     from torch_geometric.utils import add_self_loops, remove_self_loops
@@ -150,7 +150,7 @@ def tune(
     weight = None
     if arch.kind == "gcn":
         options["normalize"] = False
-        # Degrees are summed in float32 at least: half precision cannot count past its mantissa.
+        # Degrees are summed in at least float32: half precision cannot count beyond its mantissa.
         wide = torch.promote_types(reference.dtype, torch.float32)
         edge_index, weight = gcn_norm(edge_index, None, nodes, dtype=wide)
         weight = weight.to(reference.dtype)
@@ -200,16 +200,16 @@ def parameters(arch: Architecture) -> int:
 
 
 def flops(arch: Architecture, sizes: Sizes) -> int:
-    """Multiply-adds counted as two: linear maps, attention scores, and a sum over edges on the narrower side.
+    """FLOPs (a multiply-add counts as two) of linear maps, attention scores, and sums over edges on the narrower side.
 
-    Element-wise work (activations, softmax, division by degrees) is not counted, as torch's own counter does not.
+    Like torch's counter it omits element-wise work (activations, softmax, division by degrees).
     """
     total = 0
     for layer, (nodes, edges) in zip(arch.stack(), sizes, strict=True):
         messages = arch.edges(nodes, edges)
         dense = 2 * nodes * layer.inputs * layer.transformed
         if arch.kind == "gat":
-            # Scores need the transformed features, and each head weighs its own part of them.
+            # Scores need the transformed features, and each head weights its own part of them.
             total += dense + 4 * nodes * layer.transformed + 2 * messages * layer.transformed
         else:
             maps = 2 if arch.kind == "graphsage" else 1
@@ -236,10 +236,10 @@ def bytes_moved(arch: Architecture, sizes: Sizes, itemsize: int) -> int:
 
 
 def message_bytes(arch: Architecture, nodes: int, edges: int, itemsize: int) -> int:
-    """Memory of the largest layer's messages in upstream's eager message passing, which holds them all.
+    """Memory of the largest layer's messages in upstream's eager message passing, which materialises all messages.
 
-    GCN and GAT hold the gathered rows and the weighted ones, GraphSAGE the gathered rows; indices with self-loops are
-    copied, and GAT keeps about four values a head and edge.
+    GCN and GAT hold gathered and weighted rows, GraphSAGE only gathered rows. Indices with self-loops are copied, and
+    GAT keeps about four values per head and edge.
     """
     messages = arch.edges(nodes, edges)
     rows = [layer.inputs if arch.kind == "graphsage" else 2 * layer.transformed for layer in arch.stack()]
@@ -255,7 +255,7 @@ def dense_bytes(arch: Architecture, nodes: int, itemsize: int) -> int:
 
 
 def training_flops(arch: Architecture, sizes: Sizes) -> int:
-    """Gradients by inputs and by weights each take what the forward does; the first layer's input needs none."""
+    """Gradients of inputs and of weights cost as much as the forward each; the first layer's input needs none."""
     first, nodes = arch.stack()[0], sizes[0][0]
     maps = 2 if arch.kind == "graphsage" else 1
     return 3 * flops(arch, sizes) - 2 * maps * nodes * first.inputs * first.transformed
@@ -264,8 +264,8 @@ def training_flops(arch: Architecture, sizes: Sizes) -> int:
 def training_memory(case: Case, arch: Architecture, nodes: int, edges: int, *, reference: bool) -> int:
     """What training keeps beyond inference: activations of all layers, gradients and two moments of every weight.
 
-    Where messages are held at all (upstream's eager), GAT keeps those of every layer for the gradients of its weights;
-    the weights of the others do not learn, and theirs are gone with the layer. The reference does so in float64.
+    Only upstream's eager materialises messages. GAT keeps those of every layer for the gradients of its edge weights.
+    Edge weights of other models do not learn, so each layer frees its messages. The reference does the same in float64.
     """
     layers = arch.stack()
     kept = sum(2 * layer.inputs + 3 * layer.transformed + layer.outputs for layer in layers) * nodes

@@ -1,8 +1,8 @@
-"""The graphs that GNNs are measured on: one bundled, four real ones where they are on disk, else generated stand-ins.
+"""The graphs for GNN benchmarks: one bundled, four real ones if they are on disk, else generated stand-ins.
 
-A stand-in has the counts and the edge order that the real set's loader returns, seeded normal features, no self-loops,
-and may hold duplicate edges, so that the counts are exact. Edges are counted as the entries of ``edge_index``, of which
-an undirected edge has two: ``arxiv`` has 1,166,243 directed citations and 2,315,598 entries after ``to_undirected``,
+A stand-in has the counts and the edge order of the real set's loader, seeded normal features, no self-loops, and
+possibly duplicate edges, so that the counts are exact. Edges are counted as entries of ``edge_index``; an undirected
+edge has two: ``arxiv`` has 1,166,243 directed citations and 2,315,598 entries after ``to_undirected``,
 ``products`` 61,859,140 undirected edges and 123,718,280 entries.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 EXPONENT = 2.25
 POWER_LAW = "-powerlaw"
 
-# Below this many edges a graph is generated on the CPU, so that it is the same one on every device.
+# Below this many edges a graph is generated on the CPU, so that it is the same on every device.
 _GENERATE_ON_CPU_EDGES = 10_000_000
 
 
@@ -35,8 +35,8 @@ class GraphSpec:
     features: int  # width of a node's
     classes: int
     hub: int  # largest expected degree of the power-law stand-in, near the real set's largest degree
-    # How the real set's loader leaves the edges: sorted by source, by destination, or in pairs, an edge and its reverse
-    # next to each other and otherwise in no order.
+    # Edge order of the real set's loader: sorted by source, by destination, or in pairs (each edge next to its reverse,
+    # otherwise unordered).
     order: str = "source"
 
 
@@ -71,7 +71,7 @@ class Graph:
 
     @property
     def max_degree(self) -> int:
-        """Most edges that end in one node."""
+        """Maximum number of edges into a node."""
         return int(torch.bincount(self.edge_index[1], minlength=1).max())
 
 
@@ -87,10 +87,10 @@ def load(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Graph:
-    """The input called ``name``: the real set when it lies under ``data_root``, else a generated one.
+    """The input called ``name``: the real set if it is under ``data_root``, else a generated one.
 
     A name that ends in ``-powerlaw`` is always generated. ``features`` replaces the node features by seeded normal ones
-    of this width. The same seed gives the same graph on the same kind of device.
+    of this width. Equal seeds give equal graphs on one kind of device.
     """
     counts, device = spec(name), torch.device(device)
     real = None if name.endswith(POWER_LAW) else find_real(name, data_root)
@@ -174,18 +174,18 @@ def _sort(edge_index: Tensor, nodes: int, *, by: str) -> Tensor:
 
 
 def _normal(nodes: int, width: int, *, seed: int, device: torch.device) -> Tensor:
-    """Seeded normal features; a stream of its own, so that the graph does not change with the width."""
+    """Seeded normal features, from a separate random stream, so that the graph does not depend on the width."""
     where = torch.device("cpu") if nodes * width < 8 * _GENERATE_ON_CPU_EDGES else device
     generator = torch.Generator(where).manual_seed(seed + 1)
     return torch.randn(nodes, width, generator=generator, device=where).to(device)
 
 
-# Real graphs, read by the loaders of torch-geometric and OGB from where they leave them under the data root.
+# Folders under the data root in which the loaders of torch-geometric and OGB keep the real graphs.
 FOLDERS = {"cora": "Cora", "reddit": "Reddit", "arxiv": "ogbn_arxiv", "products": "ogbn_products"}
 
 
 def find_real(name: str, data_root: str | None) -> Graph | None:
-    """The real set on the CPU, or None if there is none of this name under ``data_root``."""
+    """The real set on the CPU, or None if ``data_root`` has no set of this name."""
     if name == "karate":
         from torch_geometric.datasets import KarateClub
 
@@ -220,6 +220,6 @@ def _read(name: str, root: Path) -> tuple[Any, str]:
         return Reddit(str(root / "Reddit")), "Reddit"
     from ogb.nodeproppred import PygNodePropPredDataset
 
-    # OGB reads its processed file back with torch.load, which by now takes listed classes only.
+    # OGB reads its processed file with torch.load, which accepts only listed classes.
     with torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]):
         return PygNodePropPredDataset(f"ogbn-{name}", root=str(root)), f"ogbn-{name}"

@@ -1,4 +1,4 @@
-"""Decoder language models, a token at a time and a prompt at once: both libraries' arms from one set of weights."""
+"""Decoder language models, decoding and prefill: both libraries' arms from one set of weights."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ TRAINING_BYTES_FORMULA = (
     "Every weight is read in the forward and twice in the backward, its gradient written and read, and the optimizer "
     "reads and writes the weight and two moments. Left out, so that it is a lower bound: activations and logits."
 )
-# Times the width: wide models take smaller steps. 1e-4 at 2,048.
+# Learning rate times width, since wide models need smaller steps: 1e-4 at 2,048.
 _RATE_TIMES_WIDTH = 0.2
 CHECKPOINTED = "-checkpointed"
-# Rows of more tokens are checked by two steps: the reference takes minutes for each.
+# Above this many tokens per row only two steps are checked: the reference takes minutes for each.
 _LONG = 16384
-# The reference takes so many rows of logits at a time.
+# Rows of logits that the reference takes at a time.
 REFERENCE_ROWS = 4096
 
 
 class LlmWorkload(base.Workload):
     """Greedy inference with random weights.
 
-    ``decode-BxS``: one call is one token for each of B rows over a cache of S slots, from embedding to the token that
-    the next call feeds. Positions stay in the upper half of the cache and spread evenly over it, so that three
-    quarters are filled on average. ``prefill-BxT``: one call takes B prompts of T tokens to the logits of their last
-    position and the next token. ``answer-BxT``: a prompt, and one token more over the cache that it left: what a first
-    call has to compile before a text is written.
+    ``decode-BxS``: one call decodes one token for each of B rows over a cache of S slots, from the embedding to the
+    next call's token. Positions are spread evenly over the upper half of the cache, which is thus three quarters full
+    on average. ``prefill-BxT``: one call computes the last position's logits and the next token of B prompts of T
+    tokens. ``answer-BxT``: a prompt, then one more token over its cache: everything that must be compiled before a
+    text is generated.
 
-    Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps the
-    layers' inputs only.
+    Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps only
+    the layers' inputs.
     """
 
     family = "llm"
@@ -90,7 +90,7 @@ def _config(case: Case) -> LLMConfig:
 
 
 def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
-    """Estimated device memory of inference: weights, cache, and what is alive around a layer or the output product."""
+    """Estimated device memory of inference: weights, cache, and live tensors around a layer or the output product."""
     task, itemsize, parameters = task_of(case.input), base.dtype_of(case).itemsize, base.parameters_of(LLM, config)
     cached = case.impl == "zoo" or task.kind != "prefill"
     fed, cache = task.batch * task.tokens, task.batch * task.slots * llm_arms.slot_values(config)
@@ -99,7 +99,7 @@ def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
     alive = fed * wide + 3 * task.batch * config.vocab_size
     held = (parameters + (cache if cached else 0) + alive) * itemsize
     masks = 0
-    # Compiled as a whole, transformers masks a prompt even if nothing is padded. Torch turns a mask into numbers.
+    # Compiled whole, transformers masks a prompt even without padding. Torch converts a mask to numbers.
     if cached or (case.impl == "upstream" and case.strategy == "full"):
         groups = config.num_attention_heads // config.num_key_value_heads
         masks = fed * groups * task.slots * (1 + itemsize)
@@ -191,7 +191,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
     checked = 6 if rows.length <= _LONG else 2
 
     def reference() -> Tensor:
-        # In float32, and with nothing but the layers' inputs kept: float64 and all activations would not fit.
+        # In float32, saving only the layers' inputs: float64 with all activations would not fit.
         theirs = llm_arms.build(config, weights).requires_grad_(True).train()
         llm_arms.without_scores(theirs)
         checkpoint_upstream(theirs)
@@ -205,7 +205,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
         compile_regions=base.upstream_regions(case, base.accelerated),
         reference=reference,
         reference_dtype="float32",
-        # Weight, gradient and two moments: three reads of the weight, gradient written and read, all updated.
+        # Three reads of the weight; a write and a read of the gradient; reads and writes of weight and two moments.
         bytes=parameters * dtype.itemsize * (3 + 2 + 6),
         bytes_formula=TRAINING_BYTES_FORMULA,
         flops=3 * llm_arms.flops(config, rows),
@@ -225,7 +225,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
 
 
 def training_memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
-    """Estimated peak: weights, gradients, two moments, what layers keep, and the logits where they are held at all."""
+    """Estimated peak: weights, gradients, two moments, saved activations, and logits if they are materialised."""
     rows, itemsize, parameters = task_of(case.input), base.dtype_of(case).itemsize, base.parameters_of(LLM, config)
     fed, layers = rows.batch * rows.length, config.num_hidden_layers
     alive = 6 * config.hidden_size + 4 * config.intermediate_size + 4 * config.num_attention_heads * config.head_dim
@@ -240,7 +240,7 @@ def training_memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
 
 
 class Features(nn.Module):
-    """What the zoo's model gives to a loss that takes the output product itself: both sides of it."""
+    """Both factors of the output product of the zoo's model, for a loss that computes the product itself."""
 
     regions = LLM.regions
 
@@ -264,7 +264,7 @@ def upstream_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def loss_in_parts(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What :func:`upstream_loss` gives, with the logits of some rows at a time, computed again in the backward."""
+    """:func:`upstream_loss` with the logits of some rows at a time, recomputed in the backward."""
     x = model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state.flatten(0, 1)
     labels = batch["labels"].flatten()
 
@@ -277,8 +277,8 @@ def loss_in_parts(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def checkpoint_upstream(model: Any) -> None:
-    """Activation checkpointing by the library's own switch: every layer."""
-    # The older name of it says in newer releases that it will go.
+    """Activation checkpointing of every layer by the library's own switch."""
+    # Newer releases deprecate the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 

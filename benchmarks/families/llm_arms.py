@@ -1,4 +1,4 @@
-"""What one call of an arm does, in both libraries; transformers' arms; what a decoder must do and move.
+"""One call of an arm, in both libraries; transformers' arms; a decoder's FLOPs and bytes.
 
 Shapes: B batch, T tokens, S slots of the cache, K key and value heads, D width of a head, V vocabulary, L layers.
 """
@@ -26,7 +26,7 @@ BYTES_FORMULA = (
     "prompt; an answer is both, one after the other; the logits of last tokens are written. Activations are taken to "
     "stay in the caches of the chip."
 )
-# So many tokens of the vocabulary occur, and each is followed by one other nine times out of ten.
+# Number of tokens that occur, and the probability that a token's fixed successor follows it.
 WORDS, FOLLOWED = 512, 0.9
 
 # A layer's index to its keys and values, [B, K, S, D] each.
@@ -37,10 +37,10 @@ _INPUT = re.compile(r"(?:(?P<kind>decode|prefill|answer)-)?(?P<batch>\d+)x(?P<le
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one call, or one training step, does with ``batch`` rows.
+    """The work of one call, or one training step, with ``batch`` rows.
 
-    ``decode``: one token a row, over a cache of ``length`` slots that is half full at least. ``prefill``: prompts of
-    ``length`` tokens. ``answer``: a prompt, and one token more over the cache that it left. No kind: rows to train on.
+    ``decode``: one token per row, over a cache of ``length`` slots that is at least half full. ``prefill``: prompts of
+    ``length`` tokens. ``answer``: a prompt, and one more token over its cache. No kind: rows to train on.
     """
 
     kind: str | None
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def slots(self) -> int:
-        """Slots of the cache: a prompt leaves as much room for an answer as it takes."""
+        """Slots of the cache: a prompt leaves room for an answer of equal length."""
         return 2 * self.length if self.kind in ("prefill", "answer") else self.length
 
     @property
@@ -63,10 +63,10 @@ class Task:
 
     @property
     def stride(self) -> int:
-        """How far a decoding step moves on in the upper half of the cache, round and round.
+        """Step of the position, modulo the upper half of the cache, per decoding step.
 
-        Near the golden section and without a common divisor, so that all positions are met, and any few steps on end
-        meet early and late ones alike: rounds of a race then hold equal work.
+        It is near the golden section and coprime to the range, so that all positions occur, and any few consecutive
+        steps mix early and late positions: rounds of a race then have equal work.
         """
         half = self.length - self.first
         steps = (step for step in range(1, half) if math.gcd(step, half) == 1)
@@ -74,7 +74,7 @@ class Task:
 
     @property
     def seen(self) -> float:
-        """Tokens that a token attends to, itself included, on average over the tokens of all calls."""
+        """Average number of tokens that a token attends to, including itself, over the tokens of all calls."""
         last = self.length if self.kind == "answer" else self.length - 1
         return (self.first + last) / 2 + 1
 
@@ -91,9 +91,9 @@ def task_of(name: str) -> Task:
 
 
 class Step(nn.Module):
-    """What both libraries' steps share: the tokens that are fed next, where they go, and what lies in the cache."""
+    """Common state of both libraries' steps: the next tokens, their positions, and the cache's contents."""
 
-    logits: Any  # what follows some ids, which becomes ``tokens``
+    logits: Any  # computes the logits after ids, and stores the next ``tokens``
     tokens: Tensor
     positions: Tensor
     last: Tensor
@@ -118,12 +118,12 @@ class Step(nn.Module):
         return []
 
     def hold(self, name: str, tensor: Tensor) -> None:
-        """Make a tensor part of the step, in memory that never moves."""
+        """Make a tensor part of the step, at a fixed address."""
         self.register_buffer(name, tensor, persistent=False)
         torch._dynamo.mark_static_address(tensor)
 
     def reset(self) -> None:
-        """Make the next call the first one again, and the cache what it was."""
+        """Restore the position of the first call and the cache's initial contents."""
         self.tokens.copy_(self.first_tokens)
         self.positions.fill_(self.task.first)
         for index, layer in enumerate(self.layers() if self.past is not None else ()):
@@ -131,14 +131,14 @@ class Step(nn.Module):
                 held.copy_(drawn)
 
     def move_on(self, by: int) -> None:
-        """Move on within the upper half of the cache."""
+        """Advance the position within the upper half of the cache."""
         moved = self.positions + by
         half = self.task.length - self.task.first
         self.positions.copy_(torch.where(moved < self.task.length, moved, moved - half))
 
 
 class ZooStep(Step):
-    """A prompt through the zoo's model into its cache; tokens are chosen as ``LLM.generate`` chooses them."""
+    """A prompt through the zoo's model into its cache; tokens are chosen as in ``LLM.generate``."""
 
     regions = LLM.regions
 
@@ -157,7 +157,7 @@ class ZooStep(Step):
         return [(layer[0], layer[1]) for layer in self.cache.layers]
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [B, V] after ids [B, T], the most likely of which are the next tokens, a position on."""
+        """Logits [B, V] after ids [B, T]; the most likely tokens become the next tokens, at the next position."""
         logits: Tensor = self.model(ids, position_ids=positions, cache=self.cache, logits_to_keep=1)[:, -1]
         accept(self.state, logits, greedy=True)
         self.state.step.zero_()
@@ -175,19 +175,19 @@ class ZooDecode(ZooStep):
 
 
 class ZooAnswer(ZooStep):
-    """A prompt through the zoo's model into its cache, and one token more from there."""
+    """A prompt through the zoo's model into its cache, then one more token."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
         self.logits(input_ids[:, :-1])
-        # Not the token that was chosen, which may be another in another dtype.
+        # A given token instead of the chosen one, which may differ between dtypes.
         return self.logits(input_ids[:, -1:], self.last)
 
 
 class UpstreamStep(Step):
-    """A prompt through transformers' model, which keeps no keys and values: less work than ours, and its fastest.
+    """A prompt through transformers' model without a cache: its fastest variant, and less work than the zoo's.
 
-    Other steps have its ``StaticCache``.
+    Other steps use its ``StaticCache``.
     """
 
     def __init__(self, model: nn.Module, task: Task, tokens: Tensor, past: Past | None = None) -> None:
@@ -210,7 +210,7 @@ class UpstreamStep(Step):
         return [(layer.keys, layer.values) for layer in self.cache.layers]
 
     def logits(self, ids: Tensor, **positions: Tensor) -> Tensor:
-        """Logits [B, V] after ids [B, T], the most likely of which are the next tokens."""
+        """Logits [B, V] after ids [B, T]; the most likely tokens become the next tokens."""
         logits: Tensor = self.model(input_ids=ids, **positions, **self.held).logits[:, -1]
         self.tokens.copy_(logits.argmax(-1, keepdim=True))
         return logits
@@ -228,13 +228,13 @@ class UpstreamDecode(UpstreamStep):
         """Logits [B, V] of the tokens after the ones that were fed."""
         logits = self.logits(self.tokens, position_ids=self.positions)
         self.move_on(self.stride)
-        # The counts go where the positions went: one launch for all layers, so that it costs next to nothing.
+        # The cache's counts follow the positions, by one cheap launch for all layers.
         torch._foreach_copy_(self.lengths, [self.positions[0, 0]] * len(self.lengths))
         return logits
 
 
 class UpstreamAnswer(UpstreamStep):
-    """A prompt through transformers' model into its ``StaticCache``, and one token more from there."""
+    """A prompt through transformers' model into its ``StaticCache``, then one more token."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Logits [B, V] of the token after the prompt and the one behind it, [B, T + 1] together."""
@@ -243,7 +243,7 @@ class UpstreamAnswer(UpstreamStep):
         return self.logits(input_ids[:, -1:], position_ids=self.last)
 
 
-# By the kind of a task.
+# {kind of a task: step}.
 ZOO = {"decode": ZooDecode, "prefill": ZooStep, "answer": ZooAnswer}
 UPSTREAM = {"decode": UpstreamDecode, "prefill": UpstreamStep, "answer": UpstreamAnswer}
 
@@ -265,7 +265,7 @@ def skeleton(config: LLMConfig) -> nn.Module:
 
 
 def build(config: LLMConfig, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The library's model with these weights, which become its own."""
+    """The library's model; it takes ownership of these weights."""
     model: Any = skeleton(config)
     state = dict(weights)
     if config.tie_word_embeddings:
@@ -278,16 +278,16 @@ def build(config: LLMConfig, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _rotary(model: Any, device: torch.device) -> nn.Module:
-    """Its frequencies are no weights, and those of a skeleton are not there."""
+    """The model's rotary module, rebuilt: its frequencies are not weights, and a skeleton lacks them."""
     return type(model.model.rotary_emb)(model.config).to(device)
 
 
 def without_mask(model: Any) -> None:
-    """Leave the mask of a prompt to torch's causal attention: for prompts without padding, at transformers' best.
+    """Use torch's causal attention instead of a prompt's mask: transformers at its best for prompts without padding.
 
-    By its own means transformers looks at the positions for packed prompts, which synchronises, or hands over a mask
-    where it cannot look (compiled, or captured), and with a mask there is no flash attention. An attention function
-    that is registered without a mask function gets none.
+    By default transformers checks the positions for packed prompts, which synchronises. If it cannot check (compiled or
+    captured) it passes a mask, which rules out flash attention. An attention function registered without a mask
+    function gets no mask.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -299,8 +299,8 @@ def without_mask(model: Any) -> None:
 def without_scores(model: Any) -> None:
     """:func:`without_mask` for training in float32: never hold a layer's scores [B, H, T, T], 128 GiB of 32k tokens.
 
-    transformers hands grouped queries over as they are, and of those torch has kernels for 16-bit types alone; in
-    float32 it falls back to the one that holds all scores. Here each key and value is repeated for its queries first.
+    transformers passes grouped queries to torch, whose kernels for them take only 16-bit types; in float32 torch falls
+    back to a kernel that materialises all scores. Here keys and values are first repeated for their queries.
     """
     from transformers import AttentionInterface
 
@@ -317,7 +317,7 @@ def _ungrouped_attention(
 
 
 class _PastOnly:
-    """Stands in for a cache in one layer: hands out what was cached before the tokens, and then the tokens'."""
+    """A stand-in for one layer's cache: returns the cached keys and values, followed by the new tokens'."""
 
     def __init__(self, past: Past, first: int) -> None:
         self.past, self.first = past, first
@@ -339,7 +339,7 @@ def reference_output(
     rotary = _rotary(model, tokens.device)(x, positions)
     for index, layer in enumerate(model.model.layers):
         _fill(layer, weights, f"model.layers.{index}.")
-        # Without a mask a prompt is causal, and a single token sees all that there is.
+        # Without a mask a prompt is causal, and a single token sees the whole cache.
         x = layer(
             x,
             attention_mask=None,
@@ -365,7 +365,7 @@ def _fill(module: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> None
 def draw_past(
     config: LLMConfig, task: Task, layer: int, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer that a decoding step finds in its cache, each [B, K, S, D]."""
+    """Initial keys and values of a layer's cache for decoding, each [B, K, S, D]."""
     shape = (task.batch, config.num_key_value_heads, task.slots, config.head_dim)
     key = draw(shape, f"keys of layer {layer}", seed=seed, dtype=dtype, device=device)
     return key, draw(shape, f"values of layer {layer}", seed=seed, dtype=dtype, device=device)
@@ -392,9 +392,9 @@ def vocabulary(config: LLMConfig) -> int:
 
 
 def flops(config: LLMConfig, task: Task) -> int:
-    """Multiply-adds counted as two: products of every token, scores and their sums, the output product.
+    """FLOPs (a multiply-add counts as two): products of every token, attention, the output product.
 
-    Attention counts the pairs that are seen: of a prompt half of all. Inference has logits of last tokens alone.
+    Attention counts visible pairs: in a prompt half of all pairs. Inference computes only the last tokens' logits.
     """
     fed = task.batch * task.tokens
     outputs = task.passes * task.batch if task.kind else fed
@@ -405,7 +405,7 @@ def flops(config: LLMConfig, task: Task) -> int:
 
 def bytes_moved(config: LLMConfig, task: Task, itemsize: int) -> int:
     weights = parameters_of(LLM, config) - (0 if config.tie_word_embeddings else vocabulary(config))
-    # A decoding step reads what lies before its token and writes its own; a prefill reads its own from the chip.
+    # A decoding step reads the earlier slots and writes its own. A prefill has its own slots on the chip.
     slots = {"decode": task.seen, "prefill": task.length, "answer": 2 * task.length + 1}[str(task.kind)]
     logits = task.batch * config.vocab_size
     return round((task.passes * (weights + logits) + task.batch * slots * slot_values(config)) * itemsize)
@@ -417,7 +417,7 @@ def slot_values(config: LLMConfig) -> int:
 
 
 class Words:
-    """Sequences with something to learn: few words of the vocabulary, most of them followed by one certain other."""
+    """Learnable sequences: few words of the vocabulary, each mostly followed by a fixed successor."""
 
     def __init__(self, vocabulary: int, *, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

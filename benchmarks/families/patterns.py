@@ -1,7 +1,7 @@
-"""The patterns of docs/patterns as a family: each as people write it (``upstream``) against how the zoo writes it.
+"""The patterns of docs/patterns as a family: the usual code (``upstream``) against the zoo's code.
 
-The code that is raced stands on the pages alone: their titled blocks are the module of a pattern, with ``Before``,
-``After`` and ``inputs``.
+The raced code is only on the pages: their titled blocks form the module of a pattern, with ``Before``, ``After`` and
+``inputs``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sizes = Mapping[str, int]
 
 PAGES = Path(__file__).resolve().parents[2] / "docs/patterns"
 TITLED = re.compile(r'^```python title="[^"]+"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-# Sizes of a race on a GPU: what Before and After take, and what inputs takes. Left out, they have small defaults.
+# Sizes of a race on a GPU: arguments of Before and After, and arguments of inputs. The defaults are small.
 PATTERNS: dict[str, tuple[Sizes, Sizes]] = {
     "layer-values": ({"width": 1024, "depth": 24}, {"batch": 64, "width": 1024}),
     "once-outside": ({"width": 64, "depth": 8}, {"nodes": 20_000, "edges": 200_000, "width": 64}),
@@ -46,13 +46,13 @@ RECOMPILE_LIMIT = 8  # the default of torch.compile
 
 @functools.cache
 def pattern(name: str) -> Any:
-    """The module that the titled blocks of a pattern's page are."""
+    """The module made of the titled blocks of a pattern's page."""
     path = PAGES / f"{name}.md"
     text = path.read_text(encoding="utf-8")
     module = types.ModuleType(f"patterns_{name.replace('-', '_')}")
     sys.modules[module.__name__] = module  # the compiler looks classes up by their module's name
     for block in TITLED.finditer(text):
-        # Blank lines in front, so that errors and the compiler's reasons name the page's own line.
+        # Leading blank lines make errors and the compiler's reasons name the page's line.
         source = "\n" * text.count("\n", 0, block.start(1)) + block[1]
         exec(compile(source, str(path), "exec"), module.__dict__)
     return module
@@ -76,7 +76,7 @@ class PatternsWorkload(Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """A bound: in between, nothing in these models is as large as thirty-two times their input."""
+        """An upper bound: intermediate tensors of these models are less than thirty-two times their input."""
         with torch.device("meta"):
             weights = count_parameters(pattern(case.model).Before(**_sizes(case)[0]))
         given = sum(tensor.numel() for tensor in tensors(_draw(case, seed=0)))
@@ -94,7 +94,7 @@ class PatternsWorkload(Workload):
             written = before(**inputs).numel() * dtype.itemsize
 
         def reference() -> Tensor:
-            # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
+            # Rebuilt for the reference, so that an arm's measured memory includes only its own model.
             exact = _before(case, seed).to(device, dtype).double()
             output: Tensor = exact(**converted(inputs, device, torch.float64))
             return output
@@ -113,7 +113,7 @@ class PatternsWorkload(Workload):
 
 
 def _before(case: Case, seed: int) -> nn.Module:
-    """The model as people write it, with the weights that both sides have."""
+    """The model in the usual style, with the weights of both sides."""
     torch.manual_seed(seed)
     model: nn.Module = pattern(case.model).Before(**_sizes(case)[0])
     return model.eval().requires_grad_(False)
@@ -129,7 +129,7 @@ def _draw(case: Case, *, seed: int) -> dict[str, Any]:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Regional compilation as it is done by hand: ``block.compile()`` on each of ``model.blocks``."""
+    """Regional compilation by hand: ``block.compile()`` on each of ``model.blocks``."""
     blocks: Any = model.blocks
     for block in blocks:
         block.compile(**options)
@@ -146,7 +146,7 @@ def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
 
 @torch.inference_mode()
 def match(before: nn.Module, after: nn.Module, call: Mapping[str, Any]) -> None:
-    """Give ``after`` the weights of ``before``, and hold it to the same output."""
+    """Copy the weights of ``before`` to ``after``, and assert equal outputs."""
     after.load_state_dict(before.state_dict())
     torch.testing.assert_close(after(**call), before(**call))
 
@@ -159,11 +159,11 @@ class Counts:
 
 
 def count(model: nn.Module, *calls: Mapping[str, Any], **options: Any) -> Counts:
-    """Compile the blocks of a model, make these calls without gradients, and count what the compiler did.
+    """Compile the blocks of a model, make these calls without gradients, and count the compiler's graphs and breaks.
 
-    A model that declares regions is compiled by ``zoo.compile_regions`` and held to its budgets; any other with
-    ``blocks`` block by block. ``calls`` are keyword arguments, ``options`` what ``torch.compile`` takes. No code is
-    generated, so it takes a second anywhere. The model is left eager.
+    A model that declares regions is compiled by ``zoo.compile_regions`` within its budgets; any other with ``blocks``
+    block by block. ``calls`` are keyword arguments, ``options`` those of ``torch.compile``. No code is generated, so it
+    takes a second on any machine. The model stays eager.
     """
     from torch._dynamo import config as dynamo_config
 

@@ -28,11 +28,11 @@ BYTES_FORMULA = (
     "size, though those of a small batch may stay in the caches of the chip."
 )
 LEARNING_RATE = 1e-4
-# Labels are of at most so many classes, whatever the model's head has: of a thousand a curve would fall too late.
+# Maximum number of classes in labels, for any width of the head: with a thousand the loss would fall too late.
 CLASSES = 10
-# Training images are squares of this many a side with noise on them; labels follow from the squares' colours.
+# Training images are a grid of this many squares per side, plus noise; labels depend on the squares' colours.
 SQUARES = 4
-# The float64 reference takes so many images at a time.
+# Images that the float64 reference takes at a time.
 REFERENCE_IMAGES = 16
 
 _STEM = 64  # channels
@@ -43,11 +43,11 @@ _MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>
 class ResNetWorkload(base.Workload):
     """Inference with random weights over a batch of square images; one call returns the logits.
 
-    ``-folded`` models race the zoo's with its batch norms folded into its convolutions, ``-matmul`` and ``-fused`` in
-    other ways to run them (``zoo.resnet.fold_batch_norm``). torchvision's arms are the same in all of them: as shipped
-    with its norms, tuned with them folded. ``<batch>x<size>`` is the number of images and their pixels a side.
+    In ``-folded`` models the zoo's batch norms are folded into convolutions; ``-matmul`` and ``-fused`` are variants
+    (``zoo.resnet.fold_batch_norm``). torchvision's arms are the same in all of them: as shipped with norms, tuned with
+    folded norms. ``<batch>x<size>`` is the number of images and their pixels per side.
 
-    Training is of models with their norms, over float32 weights; the dtype is that of autocast.
+    Training uses models with norms and float32 weights; the dtype is that of autocast.
     """
 
     family = "resnet"
@@ -72,21 +72,21 @@ class ResNetWorkload(base.Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated device memory: weights, and the activations that are alive at once or kept for the backward."""
+        """Estimated device memory: weights, and activations that are live at once or saved for the backward."""
         config, (batch, size) = _config(case), sizes(case.input)
         itemsize, parameters = base.dtype_of(case).itemsize, base.parameters_of(ResNet, config)
         stem, *blocks = conv_outputs(config, size)
         image = config.in_channels * size**2
         if case.workload == "train":
-            # The stem keeps input and output of its norm, and a quarter of it, pooled, with indices of twice the width.
+            # The stem saves input and output of its norm, and the pooled quarter with indices of twice the width.
             kept = 3 * sum(stem) + 2 * sum(map(sum, blocks))
             running = batch * kept * itemsize + parameters * itemsize
-            # The reference keeps what goes into each block and the inside of one, and has three moments a weight.
+            # The reference saves each block's input and the inside of one block, and has three values per weight.
             inside = sum(block[-1] for block in blocks) + 4 * max(map(sum, blocks))
             exact = 8 * (batch * (3 * sum(stem) + inside) + 4 * parameters)
             held = 16 * parameters + 4 * READY_BATCHES * batch * image
             return held + (max(running, exact) if reference else running)
-        # Around the largest activations there are four of their size; weights are there twice, upstream's and ours.
+        # Four tensors of the largest size are live at once. Weights exist twice: upstream's and the zoo's.
         alive = 4 * max(map(max, (stem, *blocks)))
         running = (batch * (alive + image) + 2 * parameters) * itemsize
         exact = (min(batch, REFERENCE_IMAGES) * alive + parameters) * 8 + (batch * image + 2 * parameters) * itemsize
@@ -109,7 +109,7 @@ class ResNetWorkload(base.Workload):
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
             compile_regions=base.upstream_regions(case, compile_blocks),
-            # Made anew, so that an arm holds nothing that it does not run on: its memory is measured.
+            # Rebuilt for the reference, so that an arm's measured memory includes only its own model.
             reference=lambda: reference_output(shipped(), images),
             bytes=bytes_moved(config, batch, size, dtype.itemsize),
             bytes_formula=BYTES_FORMULA,
@@ -145,7 +145,7 @@ def _config(case: Case) -> ResNetConfig:
 
 
 def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float]) -> nn.Module:
-    """The case's model; what is prepared once is timed in ``preparation``."""
+    """The case's model; ``preparation`` gets the seconds of one-time preparation."""
     if case.impl == "upstream":
         return shipped
     parts = _parts(case.model)
@@ -165,8 +165,8 @@ def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float
 def build(config: ResNetConfig, *, seed: int) -> nn.Module:
     """The library's model in eval mode and channels_last, float32 on the CPU, with seeded weights and statistics.
 
-    Norms start as ones and zeros, where a forgotten one would not show: they are drawn as well. Blocks add a little to
-    what goes through them, as trained ones do, so that activations stay in the range of half precision.
+    Norms are drawn too: with the initial ones and zeros a forgotten norm would not show. Blocks add little to their
+    input, like trained ones, so that activations stay in the range of half precision.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -193,7 +193,7 @@ def _shipped(config: ResNetConfig) -> Any:
 
 
 def draw_images(config: ResNetConfig, batch: int, size: int, *, seed: int) -> Tensor:
-    """Images as they come out of preprocessing, normal: [N, C, H, W] float32 on the CPU, in channels_last."""
+    """Normally distributed images, as after preprocessing: [N, C, H, W] float32 on the CPU, in channels_last."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(batch, config.in_channels, size, size, generator=generator)
     return images.contiguous(memory_format=torch.channels_last)
@@ -218,9 +218,9 @@ def fold(model: nn.Module) -> nn.Module:
 def freeze_weights() -> None:
     """Let Inductor fold weights as constants, in this process from now on.
 
-    On a CPU it packs them for oneDNN and fuses the activation and the residual into the convolution. As an option of
-    one ``torch.compile`` call it has no effect, and frozen graphs are not kept in the compiler's cache. Only for whole
-    models: blocks would not share a graph any more, since each holds its own weights.
+    On a CPU it packs them for oneDNN and fuses activation and residual into the convolution. As an option of one
+    ``torch.compile`` call it has no effect, and the compiler's cache does not store frozen graphs. It is only for whole
+    models: with frozen weights blocks cannot share a graph.
     """
     import torch._inductor.config as inductor
 
@@ -228,7 +228,7 @@ def freeze_weights() -> None:
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Regional compilation as a user of the library does it: each residual block in place."""
+    """Regional compilation like a user of the library: each residual block in place."""
     for block in blocks_of(model):
         block.compile(**options)
 
@@ -250,7 +250,7 @@ def reference_output(model: nn.Module, images: Tensor) -> Tensor:
 def training_of(
     config: ResNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype
 ) -> base.Training:
-    """Cross entropy over images that are drawn anew in each step, with labels of a random linear map of their means."""
+    """Cross entropy over images drawn in each step, with labels from a random linear map of their means."""
     classes = min(CLASSES, config.num_classes)
     teacher = torch.randn(config.in_channels * SQUARES**2, classes, generator=torch.Generator().manual_seed(seed))
     teacher = teacher.double().to(device)
@@ -260,7 +260,7 @@ def training_of(
         squares = torch.randn(batch, config.in_channels, SQUARES, SQUARES, generator=generator, device=device)
         noise = torch.randn(batch, config.in_channels, size, size, generator=generator, device=device)
         images = (F.interpolate(squares, size=(size, size)) + noise).contiguous(memory_format=torch.channels_last)
-        # In float64, where no arm's precision of products can turn one label into another.
+        # In float64, so that no arm's precision changes a label.
         means = F.adaptive_avg_pool2d(images, SQUARES).flatten(1).double()
         return {"images": images, "labels": (means @ teacher).argmax(1)}
 
@@ -311,7 +311,7 @@ def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> i
         nonlocal values
         if not isinstance(module, (library.BasicBlock, library.Bottleneck, nn.Linear)):
             values += inputs[0].numel()
-        # Of a block this is its residual, which is read once more.
+        # The output of a block is the next block's residual, which is read once more.
         values += 0 if isinstance(module, nn.AdaptiveAvgPool2d) else output.numel()
 
     noted = (nn.Conv2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.Linear, library.BasicBlock, library.Bottleneck)
@@ -325,7 +325,7 @@ def bytes_moved(config: ResNetConfig, batch: int, size: int, itemsize: int) -> i
 
 
 def conv_outputs(config: ResNetConfig, size: int) -> list[list[int]]:
-    """Values of one image that convolutions write: of the stem, then of each block, the block's own output last."""
+    """Values per image that convolutions write: those of the stem, then of each block, with its output last."""
     after = _half(size)
     found = [[_STEM * after**2]]
     size = _half(after)

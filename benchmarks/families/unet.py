@@ -20,7 +20,7 @@ from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 from zoo.unet.blocks import PRESETS
 from zoo.unet.convert import placements
 
-# Diffusers' Euler with Stable Diffusion's noise. It keeps its tables on the host, and waits for the device once a run.
+# Diffusers' Euler with Stable Diffusion's noise. Its tables are on the host, and it synchronises once per run.
 SCHEDULER: dict[str, Any] = {
     "beta_start": 0.00085,
     "beta_end": 0.012,
@@ -29,31 +29,31 @@ SCHEDULER: dict[str, Any] = {
     "steps_offset": 1,
 }
 GUIDANCE = 7.5
-# Rows of a step: without the text and with it.
+# Rows of a step: one without the text and one with it.
 ROWS = 2
-# Pixels of the image for one of the latents.
+# Ratio of an image's side to its latents' side.
 _SCALE = 8
 
 RUN_BYTES_FORMULA = f"All steps, but keys and values of the text once. Of a step: {unet_arms.BYTES_FORMULA}"
-# Times the width of the first level: wide models take smaller steps. 1e-4 at 320.
+# Learning rate times width of the first level, since wide models need smaller steps: 1e-4 at 320.
 _RATE_TIMES_WIDTH = 0.032
-# Latents are squares of this many a side, so that there is something to tell from noise.
+# Latents are a grid of this many squares per side, so that they differ from noise.
 SQUARES = 4
-# Of Stable Diffusion's noise: the variance that steps add, from the first to the last of a thousand.
+# Stable Diffusion's noise schedule: number of steps, and the variance added by the first and the last.
 _STEPS, _FIRST, _LAST = 1000, 0.00085, 0.012
-# Of training's reference: each weight has a gradient and two moments.
+# Copies of each weight in training's reference: weight, gradient and two moments.
 _COPIES = 4
 
 
 class UNetWorkload(base.Workload):
     """Inference with random weights: one call predicts the noise of a batch of square latents, for a text of 77 tokens.
 
-    ``BxHxW``: the rows of the batch, twice the images where there is guidance, and their pixels.
+    ``BxHxW``: the rows of the batch (with guidance twice the images) and their pixels.
 
     ``loop-NxHxW``, ``pipeline-NxHxW``: one call is all N steps of one image with guidance, from noise to latents. In a
-    loop the zoo's sampler runs our model; in a pipeline diffusers' own ``StableDiffusionPipeline`` does.
+    loop the zoo's sampler runs the zoo's model; in a pipeline diffusers' own ``StableDiffusionPipeline`` runs it.
 
-    Training is of the noise in latents, over float32 weights; the dtype is that of autocast.
+    Training predicts the noise in latents, with float32 weights; the dtype is that of autocast.
     """
 
     family = "unet"
@@ -78,19 +78,19 @@ class UNetWorkload(base.Workload):
         return None
 
     def estimate(self, case: Case, *, reference: bool) -> int:
-        """Estimated device memory: weights, skips, and what is alive at once or kept for the backward."""
+        """Estimated device memory: weights, skips, and tensors that are live at once or saved for the backward."""
         config, (batch, size) = PRESETS[case.model], sizes(case.input)
         batch = ROWS if _is_run(case) else batch
         itemsize, parameters = base.dtype_of(case).itemsize, unet_arms.parameters(config)
         skips, alive = unet_arms.skips(config, size), unet_arms.alive(config, size)
         training = case.workload == "train"
         wide = unet_arms.reference_dtype(config, _COPIES if training else 1).itemsize
-        # In float64 the reference writes scores out, their softmax beside them, and no attention of float64 does not.
+        # In float64 every attention materialises scores and their softmax.
         scores = 3 * unet_arms.scores(config, size) if wide == 8 else 0
         if training:
-            # About what calls read and write is kept; weights have a narrow copy under autocast.
+            # The backward saves about all inputs and outputs of calls; autocast keeps a narrow copy of the weights.
             running = (batch * sum(unet_arms.calls(config, size)) + parameters) * itemsize
-            # The reference keeps what goes into each block, and the inside of one.
+            # The reference saves each block's input, and the inside of one block.
             exact = (_COPIES * parameters + batch * (2 * skips + 2 * alive + scores)) * wide
             given = (config.in_channels + config.out_channels) * size**2
             given += unet_arms.TOKENS * config.cross_attention_dim
@@ -135,7 +135,7 @@ class UNetWorkload(base.Workload):
 
 
 def sizes(input: str) -> tuple[int, int]:
-    """Rows, or steps of a run, and pixels a side."""
+    """Rows (or steps of a run) and pixels per side."""
     count, size, _ = input.rpartition("-")[2].split("x")
     return int(count), int(size)
 
@@ -159,9 +159,9 @@ class ZooLoop(nn.Module):
         self, prompt_embeds: Tensor, negative_prompt_embeds: Tensor, latents: Tensor,
         pooled_prompt_embeds: Tensor | None = None, negative_pooled_prompt_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Text and what guidance leads away from [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
+        """Text and negative text [1, L, D], noise [1, C, H, W] -> latents [1, C, H, W] float32.
 
-        Models that take them are given the pooled texts [1, X] as well, and are told an image of the run's own size.
+        Models that take them also get the pooled texts [1, X], and sizes that match the run's image.
         """
         added: dict[str, Any] = {}
         if pooled_prompt_embeds is not None:
@@ -184,7 +184,7 @@ class ZooLoop(nn.Module):
 
 
 class PipelineLoop(nn.Module):
-    """diffusers' pipeline around a UNet of either library, from encoded text to latents, as a ``ZooLoop``."""
+    """diffusers' pipeline around a UNet of either library, from encoded text to latents, like ``ZooLoop``."""
 
     def __init__(self, unet: Any, steps: int, size: int) -> None:
         super().__init__()
@@ -201,14 +201,14 @@ class PipelineLoop(nn.Module):
         self.pipeline.set_progress_bar_config(disable=True)
 
     def forward(self, **inputs: Tensor) -> Tensor:
-        """As ``ZooLoop``'s, in the dtype of the model."""
+        """Same arguments as in ``ZooLoop``; latents in the dtype of the model."""
         pixels = self.size * _SCALE
         how = {"num_inference_steps": self.steps, "guidance_scale": GUIDANCE, "height": pixels, "width": pixels}
         found: Tensor = self.pipeline(**inputs, **how, output_type="latent", return_dict=False)[0]
         return found
 
     def capture(self) -> None:
-        """Have the UNet's calls captured; scheduler and guidance stay outside, as the pipeline has them."""
+        """Capture the UNet's calls; the pipeline's scheduler and guidance stay outside."""
         self.pipeline.unet = zoo.cuda_graph(self.unet)
 
 
@@ -231,7 +231,7 @@ def prepare_run(
     precision = unet_arms.reference_dtype(config)
 
     def compile_full(loop: Any, **options: Any) -> None:
-        # diffusers' documentation compiles the pipeline's UNet with fullgraph; ours has no break either.
+        # diffusers' documentation compiles the pipeline's UNet with fullgraph; the zoo's has no break either.
         loop.unet.compile(fullgraph=True, **options)
 
     def compile_blocks(loop: Any, **options: Any) -> None:
@@ -273,7 +273,7 @@ def run_bytes(config: UNetConfig, steps: int, size: int, itemsize: int) -> int:
 
 
 class NoiseLoss:
-    """Mean squared error of the predicted noise; on ``device`` lies how much of latents and noise each timestep has."""
+    """Mean squared error of the predicted noise. The shares of latents and noise per timestep are on ``device``."""
 
     def __init__(self, device: torch.device | str) -> None:
         variances = torch.linspace(_FIRST**0.5, _LAST**0.5, _STEPS, dtype=torch.float64).square()
@@ -281,9 +281,9 @@ class NoiseLoss:
         self.latents, self.noise = (table.sqrt().float().to(device) for table in (left, 1 - left))
 
     def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Of ``latents`` and ``noise`` [B, C, H, W], ``timesteps`` [B] and ``text`` [B, L, D]; a scalar.
+        """Scalar loss of ``latents`` and ``noise`` [B, C, H, W], ``timesteps`` [B] and ``text`` [B, L, D].
 
-        Models that take them are given ``text_embeds`` [B, X] and ``time_ids`` [B, 6] as well.
+        Models that take them also get ``text_embeds`` [B, X] and ``time_ids`` [B, 6].
         """
         noise, timesteps = batch["noise"], batch["timesteps"]
         rows = (-1, 1, 1, 1)
@@ -297,7 +297,7 @@ class NoiseLoss:
 def training_of(
     config: UNetConfig, batch: int, size: int, *, seed: int, device: str, dtype: torch.dtype
 ) -> base.Training:
-    """The loss of noise in latents that are drawn anew in each step."""
+    """The noise loss over latents drawn in each step."""
 
     def draw(index: int) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed((seed << 20) + index)
@@ -334,7 +334,7 @@ def _for_training(
 
     def reference() -> Tensor:
         theirs = unet_arms.build(config, weights).requires_grad_(True)
-        # Of each block the inputs alone are kept.
+        # Saves only each block's inputs.
         theirs.enable_gradient_checkpointing()
         with unet_arms.in_full_float32():
             return reference_losses(theirs, training, precision)

@@ -1,4 +1,4 @@
-"""diffusers' arms of the UNet (as shipped, at its documented best, the reference), and what a UNet must move and hold.
+"""diffusers' arms of the UNet (as shipped, at its documented best, the reference), and a UNet's bytes and memory.
 
 Legend: B rows, C channels, H × W pixels of a level, L tokens of the text, D its width. Counts are those of one row.
 """
@@ -26,28 +26,28 @@ BYTES_FORMULA = (
     "and read. Left out: the timestep. Activations are counted at any size, though those of a small level may stay in "
     "the caches of the chip."
 )
-# Of the text, as CLIP gives it.
+# Tokens of a text from CLIP.
 TOKENS = 77
-# Of the inputs: in the middle of a run.
+# Timestep of the inputs, in the middle of a run.
 _TIMESTEP = 601
-# A reference that holds more values than this for weights is in float32, and in float64 otherwise.
+# A reference with more weight values than this is in float32, otherwise in float64.
 FLOAT64_VALUES = 1 << 30
-# Ends of residual branches, which add a little to what goes by, as trained ones do.
+# Last weights of residual branches. They are small, so that branches add little, like trained ones.
 _BRANCH_ENDS = ("conv2.weight", "to_out.0.weight", "ff.net.2.weight", "proj_out.weight")
 _BRANCH_SCALE = 0.3
 
 
 class Weights(SeededWeights):
-    """Weights under diffusers' names, drawn when they are asked for; activations stay in the range of half precision.
+    """Weights under diffusers' names, drawn on access; activations stay in the range of half precision.
 
-    Norms are not ones, and no bias is zero, so that a forgotten one shows.
+    Norm weights are not ones, and no bias is zero, so that a forgotten one shows.
     """
 
     def __getitem__(self, name: str) -> Tensor:
         drawn, shape = super().__getitem__(name), self.shapes[name]
         if len(shape) == 1:
             return drawn
-        # The base class scales a matrix by its last dimension, of a convolution the kernel's.
+        # The base class scales a weight by its last dimension, which is the kernel's in a convolution.
         drawn = drawn.mul_(math.sqrt(shape[-1] / math.prod(shape[1:])))
         return drawn.mul_(_BRANCH_SCALE) if name.endswith(_BRANCH_ENDS) else drawn
 
@@ -60,22 +60,22 @@ def skeleton(config: UNetConfig) -> Any:
 
 
 def build(config: UNetConfig, weights: Mapping[str, Tensor]) -> Any:
-    """The library's model with these weights in channels_last, which its documentation asks for before it compiles."""
+    """The library's model with these weights in channels_last, as its documentation recommends before compiling."""
     model = skeleton(config)
     model.load_state_dict(dict(weights), strict=True, assign=True)
     return model.to(memory_format=torch.channels_last).requires_grad_(False)
 
 
 def fuse_projections(model: Any) -> None:
-    """One product for queries, keys and values, in place, by the library's own switch for fast inference."""
-    # It draws weights for the new products before it copies them in.
+    """Fuse queries, keys and values into one product, in place, by the library's own switch."""
+    # The switch draws random weights for the new products before it overwrites them.
     with torch.random.fork_rng(devices=[]):
         model.fuse_qkv_projections()
     model.requires_grad_(False)
 
 
 def compile_blocks(model: Any, **options: Any) -> None:
-    """Regional compilation by the library's own helper: transformer blocks, each in place, resnet blocks not."""
+    """Regional compilation by the library's own helper: it compiles transformer blocks in place, not resnet blocks."""
     model.compile_repeated_blocks(fullgraph=True, **options)
 
 
@@ -101,18 +101,18 @@ def reference_output(
 
 
 def in_full_float32() -> AbstractContextManager[None]:
-    """Convolutions without TF32, which the harness' switch for products leaves as it is."""
+    """Disable TF32 in convolutions, which the harness' switch for products does not affect."""
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def draw_inputs(
     config: UNetConfig, batch: int, size: int, *, seed: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
-    """What a pipeline hands over in a step, drawn on the device; of the meta device shapes alone.
+    """A pipeline's inputs of a step, drawn on the device; on the meta device only shapes.
 
     Returns:
         ``sample`` [B, C_in, H, W], contiguous as pipelines hold latents, ``timestep`` [] on the device,
-        ``encoder_hidden_states`` [B, L, D], ``return_dict``, and ``added_cond_kwargs`` where the model takes them.
+        ``encoder_hidden_states`` [B, L, D], ``return_dict``, and ``added_cond_kwargs`` if the model takes them.
     """
 
     def normal(name: str, *shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def draw_inputs(
 def added_conditions(config: UNetConfig, batch: int, size: int, device: torch.device | str) -> tuple[int, Tensor]:
     """Width of the pooled text, and sizes [B, 6] float32: original size, upper left corner and target size in pixels.
 
-    For models that take them; an image has eight pixels a side for one of its latents.
+    For models that take them. An image has eight times as many pixels per side as its latents.
     """
     assert config.addition_time_embed_dim is not None and config.projection_class_embeddings_input_dim is not None
     pixels = torch.tensor([8.0 * size, 8.0 * size, 0.0, 0.0, 8.0 * size, 8.0 * size])
@@ -155,7 +155,7 @@ def model_sizes(config: UNetConfig) -> dict[str, int]:
 
 
 def reference_dtype(config: UNetConfig, copies: int = 1) -> torch.dtype:
-    """Precision of a reference that holds so many values for each weight."""
+    """Precision of a reference with ``copies`` values per weight."""
     return torch.float64 if copies * parameters(config) <= FLOAT64_VALUES else torch.float32
 
 
@@ -170,7 +170,7 @@ def bytes_moved(config: UNetConfig, batch: int, size: int, itemsize: int) -> int
 
 
 def calls(config: UNetConfig, size: int) -> Iterator[int]:
-    """Values that each convolution, product and attention reads and writes, for samples of so many pixels a side."""
+    """Values that each convolution, product and attention reads and writes, for samples of ``size`` pixels per side."""
     first, pixels = config.block_out_channels[0], size**2
     yield TOKENS * config.cross_attention_dim
     yield (config.in_channels + first) * pixels
@@ -182,20 +182,20 @@ def calls(config: UNetConfig, size: int) -> Iterator[int]:
             if inputs != image:
                 yield inputs + image
             if block.depth is not None:
-                keys = 2 * block.outputs * TOKENS  # and values of the text, which was read once for all blocks
+                keys = 2 * block.outputs * TOKENS  # keys and values; the text is read once for all blocks
                 # Queries, keys and values, attention, output; query, keys, attention, output; both sides of the gate,
                 # of whose eight widths half are written.
                 yield from (2 * image, *(4 * image, 4 * image, 3 * image) * block.depth)
                 yield from (2 * image, keys, 2 * image + keys, 3 * image, 5 * image, 6 * image) * block.depth
                 yield 3 * image
         if after != pixels:
-            # Where it grows it reads the small image: doubling happens on the way.
+            # A convolution that doubles the size reads the small image: upsampling happens inside.
             yield level.blocks[-1].outputs * (pixels + after)
     yield (first + config.out_channels) * size**2
 
 
 def _levels(config: UNetConfig, size: int) -> Iterator[tuple[Any, int, int]]:
-    """Levels on the way down, in the middle and up: pixels of their blocks, and of what leaves them."""
+    """Levels on the way down, in the middle and up, with the pixels of their blocks and of their outputs."""
     pixels = size**2
     for level in config.down():
         after = pixels // 4 if level.resample else pixels
@@ -209,23 +209,23 @@ def _levels(config: UNetConfig, size: int) -> Iterator[tuple[Any, int, int]]:
 
 
 def skips(config: UNetConfig, size: int) -> int:
-    """Values that wait on the way down for the way up."""
+    """Values of the skip connections."""
     return sum(channels * (size // reduction) ** 2 for channels, reduction in config.skips())
 
 
 def alive(config: UNetConfig, size: int) -> int:
-    """Values around the largest call: what it reads and writes, and as much before and behind it, twice."""
+    """Live values around the largest call: its inputs and outputs, and twice as many before and after it."""
     return 4 * max(calls(config, size))
 
 
 def scores(config: UNetConfig, size: int) -> int:
-    """Values of the largest attention, written out: on a GPU there is no other in float64."""
+    """Values of the largest attention's scores: in float64 a GPU can only materialise them."""
     levels = _levels(config, size)
     return max(block.heads * pixels**2 for level, pixels, _ in levels for block in level.blocks if block.depth)
 
 
 def fused_weights(config: UNetConfig) -> int:
-    """Weights of diffusers' fused projections, which it keeps beside those that they were made of."""
+    """Weights of diffusers' fused projections, which it keeps in addition to the original ones."""
     return sum(
         (block.depth or 0) * block.outputs * (3 * block.outputs + 2 * config.cross_attention_dim)
         for block in config.blocks()
@@ -233,7 +233,7 @@ def fused_weights(config: UNetConfig) -> int:
 
 
 def text_projections(config: UNetConfig) -> tuple[int, int]:
-    """Weights of all keys and values of the text; and values of one row that making them reads and writes."""
+    """Weights of the text's key and value projections, and values per row that these read and write."""
     width = config.cross_attention_dim
     channels = sum(2 * (block.depth or 0) * block.outputs for block in config.blocks())
     return channels * width, TOKENS * (width + channels)
