@@ -214,7 +214,7 @@ def skips(config: UNetConfig, size: int) -> int:
 
 
 def alive(config: UNetConfig, size: int) -> int:
-    """Live values around the largest call: its inputs and outputs, and twice as many before and after it."""
+    """Live values around the largest call: four times the values that it reads and writes, with its neighbours'."""
     return 4 * max(calls(config, size))
 
 

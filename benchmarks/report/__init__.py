@@ -1,1 +1,1 @@
-"""What people read: measured rows as tables in the terminal, in Markdown and in HTML. Imported after measuring."""
+"""Reports: measured rows as tables in the terminal, in Markdown and in HTML. Imported after measuring."""

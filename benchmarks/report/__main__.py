@@ -1,4 +1,4 @@
-"""Shows measured rows, and keeps the tables in the docs equal to them.
+"""Shows measured rows, and keeps the tables in the docs up to date.
 
 python -m benchmarks.report runs/today                  a table here; report.html in runs/today
 python -m benchmarks.report --update README.md docs     rewrite the generated blocks from benchmarks/results
@@ -37,7 +37,7 @@ def command(
     try:
         if not (update_blocks or check_blocks):
             return _show(paths)
-        # A clone without committed rows still has tables: they say that nothing was measured.
+        # Without committed rows the tables say that nothing was measured.
         rows = load(results) if results.exists() else Rows([], {})
         if update_blocks:
             for file in update(paths, rows):

@@ -1,4 +1,4 @@
-"""Figures as text: numbers, and what stands in the cells and below the tables of a race."""
+"""Figures as text: numbers, cells of a race's tables, and the notes below them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EMPTY = ("", NOTHING, "not measured")
 OUTCOMES = ("faster", "slower", "undetermined", "reference", "fails")
 
 
-# Numbers: three significant digits, and more only where they decide --------------------------------------------------
+# Numbers: three significant digits, and more only if they matter --------------------------------------------------
 
 
 def significant(value: float | None) -> str:
@@ -31,14 +31,14 @@ def significant(value: float | None) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 999.5:
-        return f"{value:,.0f}"  # more than three digits, but no power of ten to decode
+        return f"{value:,.0f}"  # more than three digits, to avoid an exponent
     if abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:#.3g}".rstrip(".")
 
 
 def times(value: float) -> str:
-    """A speed-up: three significant digits, and three decimals around 1, where the third decides."""
+    """A speed-up: three significant digits, and three decimals near 1, where the third matters."""
     return f"{value:.3f}×" if 0.9 <= value < 1.1 else f"{significant(value)}×"
 
 
@@ -52,7 +52,7 @@ def interval(ratio: Ratio | None) -> str:
 
 
 def is_unusable(noise: float | None) -> TypeGuard[float]:
-    """Whether noise is so large that no verdict is one; of too few rounds, which is infinite, nothing is known."""
+    """Whether noise is too large for verdicts. Infinite noise (too few rounds) is unknown, not unusable."""
     return noise is not None and UNUSABLE < noise < math.inf
 
 
@@ -68,7 +68,7 @@ def exponent(value: float | None) -> str:
 
 
 def mebibytes(number: int | None) -> str:
-    """Bytes as MiB, the unit being in the column's head."""
+    """Bytes as MiB; the unit is in the column's head."""
     return significant(None if number is None else number / 2**20)
 
 
@@ -102,19 +102,19 @@ def name(arm: MeasuredArm) -> str:
 
 
 def speedup_and_verdict(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm | None) -> str:
-    """Both in one cell: ``8.54× [8.49, 8.60] faster``; ``reference`` of the arm that all are held against."""
+    """Both in one cell: ``8.54× [8.49, 8.60] faster``; ``reference`` for the reference arm."""
     if (ratio := race.speedup(arm, over)) is None:
         return NOTHING
     return "reference" if arm is over else f"{interval(ratio)} {race.verdict(arm, over)}"
 
 
 def outcome(cell: str) -> str:
-    """The verdict that a cell ends with or that stands before a remark in brackets; empty where there is none."""
+    """The verdict at the end of a cell, or before its remark in brackets; empty without a verdict."""
     return next((word for word in cell.split() if word in OUTCOMES), "")
 
 
 def compiler_counts(compile: Compile | None) -> str:
-    """Graphs, breaks and recompiles: ``2 / 0 / 0``; a dash where nothing was compiled."""
+    """Graphs, breaks and recompiles: ``2 / 0 / 0``; a dash if nothing was compiled."""
     if compile is None or compile.graphs is None:
         return NOTHING
     return f"{compile.graphs} / {len(compile.breaks)} / {len(compile.recompiles)}"
@@ -164,7 +164,7 @@ def failure(result: Result) -> str:
 
 
 def subject(race: MeasuredRace) -> str:
-    """Where it ran and on what: ``NVIDIA H200, torch 2.11.0+cu130; real data; 2,708 nodes``."""
+    """A race's machine and data: ``NVIDIA H200, torch 2.11.0+cu130; real data; 2,708 nodes``."""
     parts = [race.machine]
     results = [arm.result for arm in race.arms] or list(race.failures)
     if data := next((result.data for result in results if result.data), None):
@@ -179,7 +179,7 @@ def throughput(arm: MeasuredArm) -> str:
 
 
 def notes(race: MeasuredRace) -> list[str]:
-    """The sentences below a race: upstream's best by name, throughput, losses, clock, noise and what is odd."""
+    """The sentences below a race: upstream's best by name, throughput, losses, clock, noise and anomalies."""
     said = []
     for what, best in (("as shipped", race.best_shipped), ("tuned", race.best_tuned)) if race.arms else ():
         said.append(f"Best upstream {what}: {f'{best.name}, {significant(best.p50)} ms' if best else 'none ran'}.")
@@ -196,7 +196,7 @@ def notes(race: MeasuredRace) -> list[str]:
 
 
 def troubles(arm: MeasuredArm) -> list[str]:
-    """Graph breaks and recompiles, a line for those whose reasons differ in numbers alone."""
+    """Graph breaks and recompiles; reasons that differ only in numbers share a line."""
     counted = arm.result.counted or Compile()
     lines = []
     for what, reasons in (("break", counted.breaks), ("recompile", counted.recompiles)):
@@ -215,7 +215,7 @@ def pair(first: str, second: str) -> str:
 
 
 def race_notes(race: MeasuredRace) -> list[str]:
-    """What a reader must know to read the figures right, one sentence each."""
+    """Caveats that a reader needs to interpret the figures, one sentence each."""
     timed = [arm for arm in race.arms if arm.p50 is not None]
     notes = []
     if timed:
@@ -251,6 +251,6 @@ def race_notes(race: MeasuredRace) -> list[str]:
 
 
 def _missed(arm: MeasuredArm) -> bool:
-    """Whether the warm start found an entry of the caches broken, or missing, and compiled it anew."""
+    """Whether the warm start found a broken or missing cache entry and recompiled it."""
     cold, warm = arm.result.cold, arm.warm
     return cold is not None and warm is not None and warm.seconds is not None and bool(warm.cache_misses)

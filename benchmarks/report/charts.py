@@ -1,4 +1,4 @@
-"""Charts, drawn by matplotlib as SVG: those of the HTML report, and the picture of the first pages."""
+"""Charts, drawn by matplotlib as SVG: for the HTML report, and the picture of the first pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STYLE = {
 
 
 def draw(paint: Callable[[Figure], None], height: float, **options: Any) -> str:
-    """The SVG file of what ``paint`` puts on a figure of so many inches."""
+    """The SVG file of a figure of ``height`` inches that ``paint`` draws."""
     written = io.BytesIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({**STYLE, **options.pop("style", {})}):
@@ -50,12 +50,12 @@ def draw(paint: Callable[[Figure], None], height: float, **options: Any) -> str:
 
 
 def as_address(svg: str) -> str:
-    """The same file as the address of an image, so that a page loads nothing."""
+    """The SVG as a data URL, so that a page loads no files."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
 def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> str | None:
-    """Ours over upstream's best as shipped and tuned, a line a race, losses left of 1; None where nothing compares."""
+    """Speed-ups of the zoo over upstream's best, shipped and tuned, one line per race; None without a comparison."""
     compared = [race for race in races if race.ours and (race.best_shipped or race.best_tuned)]
     if not compared:
         return None
@@ -84,7 +84,7 @@ def speedups(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) 
 
 
 def break_even(race: MeasuredRace) -> str | None:
-    """Seconds in all over the number of calls, from cold caches; None where nothing was compiled."""
+    """Total seconds over the number of calls, from cold caches; None if nothing was compiled."""
     arms = [arm for arm in _compared(race) if arm.paid("cold") is not None]
     paid = {arm: arm.paid("cold") or 0.0 for arm in arms}
     if not any(paid.values()):
@@ -105,15 +105,15 @@ def break_even(race: MeasuredRace) -> str | None:
     return draw(paint, 3.0 + 0.1 * len(arms), Title=f"Total time over calls of {_printable(race.title)}")
 
 
-# The points of one model: the whole model compiled, the library's own regions, ours; None where one was not measured.
+# The points of one model: compiled whole, by the library's own regions, by the zoo; None for an unmeasured arm.
 Points = tuple[tuple[float, float] | None, ...]
 SERIES = (("whole model", "#c75a00"), ("library's own regions", GREY), ("ours", "#0072b2"))
 
 
 def picture(first: Mapping[str, MeasuredRace | None], drawn: str = "") -> str:
-    """The SVG file of cold compile seconds against milliseconds a call in ``tables.first_races``.
+    """The SVG file of cold compile seconds against milliseconds per call in ``tables.first_races``.
 
-    ``drawn`` itself if it has these figures: another release of matplotlib draws the same ones by other characters.
+    Returns ``drawn`` if it has these figures, since other releases of matplotlib write other characters for them.
     """
     models = points(first)
     said = []
@@ -127,7 +127,7 @@ def picture(first: Mapping[str, MeasuredRace | None], drawn: str = "") -> str:
 
 
 def points(first: Mapping[str, MeasuredRace | None]) -> dict[str, Points]:
-    """By model, the cold compile seconds and milliseconds a call of each arm of the picture."""
+    """By model, the cold compile seconds and milliseconds per call of each arm of the picture."""
 
     def point(arm: MeasuredArm | None) -> tuple[float, float] | None:
         return (arm.cold_seconds, arm.p50) if arm is not None and arm.cold_seconds and arm.p50 else None
@@ -156,7 +156,7 @@ def _picture(models: Mapping[str, Points], description: str) -> str:
         values = [point for points in models.values() for point in points if point is not None]
         if values:
             seconds, milliseconds = zip(*values, strict=True)
-            # A name stands left of each point of ours.
+            # A name is to the left of each point of the zoo.
             axes.set(
                 xlim=(min(seconds) / 9, max(seconds) * 1.6), ylim=(min(milliseconds) / 1.6, max(milliseconds) * 1.6)
             )

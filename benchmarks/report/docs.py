@@ -1,6 +1,6 @@
-"""What is generated in the documentation: found by markers, made from rows, rewritten or checked for drift.
+"""The generated parts of the documentation: found by markers, made from rows, rewritten or checked for drift.
 
-A table stands between two marker lines, and a value between two markers in running text::
+A table is between two marker lines, and a value between two markers in running text::
 
     <!-- table: race model=gcn input=cora -->
     ...
@@ -54,14 +54,14 @@ FENCE = re.compile(r"^\s*(```+|~~~+)")
 
 @dataclass(frozen=True)
 class Spec:
-    """What a marker asks for: ``race model=gcn input=cora`` is the kind ``race`` with two options."""
+    """A parsed marker: ``race model=gcn input=cora`` is the kind ``race`` with two options."""
 
     kind: str
     options: Mapping[str, str]
 
     @classmethod
     def parse(cls, text: str) -> Spec:
-        """A marker's text as a Spec. ValueError on an empty one, or a word that is no ``key=value``."""
+        """Parse a marker's text. ValueError if it is empty or a word is not ``key=value``."""
         words = shlex.split(text)
         if not words:
             raise ValueError("the marker names nothing; write <!-- table: race model=... input=... -->")
@@ -77,7 +77,7 @@ class Spec:
 
 
 def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[Spec], str]) -> str:
-    """The text with every block made anew."""
+    """The text with every block regenerated."""
     lines = text.split("\n")
     made: list[str] = []
     fence: str | None = None
@@ -120,7 +120,7 @@ def _at(line: int, make: Callable[[Spec], str], text: str) -> str:
 
 
 def markdown_files(paths: Iterable[Path]) -> list[Path]:
-    """The files themselves, and every ``*.md`` below the folders, with the picture where a folder holds it."""
+    """The files themselves, every ``*.md`` below the folders, and the picture if a folder has it."""
     files = []
     for path in paths:
         if not path.exists():
@@ -136,7 +136,7 @@ def markdown_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
-    """The text of a Markdown file or the picture, as it is and as it follows from the rows."""
+    """The current text of a Markdown file or the picture, and the text generated from the rows."""
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
         return text, charts.picture(_first_races({}, rows), text)
@@ -156,7 +156,7 @@ def update(paths: list[Path], rows: Rows) -> list[Path]:
 
 
 def drift(paths: list[Path], rows: Rows) -> str:
-    """A diff of what is generated and differs from the rows; empty if nothing does."""
+    """A diff of generated parts that differ from the rows; empty without differences."""
     parts: list[str] = []
     for file in markdown_files(paths):
         before, after = (text.splitlines(keepends=True) for text in regenerated(file, rows))
@@ -177,7 +177,7 @@ def make_table(spec: Spec, rows: Rows) -> str:
 
 
 def _claims(spec: Spec, rows: Rows) -> str:
-    return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), claims.page(rows))  # of the claims' notes
+    return VALUE.sub(lambda found: make_value(Spec.parse(found[1]), rows), claims.page(rows))  # values in claims' notes
 
 
 def _arms(spec: Spec, rows: Rows) -> str:
@@ -200,13 +200,13 @@ def _front(spec: Spec, rows: Rows) -> str:
 
 
 def _parallel(spec: Spec, rows: Rows) -> str:
-    from benchmarks import parallel  # and with it torch.distributed, for this table alone
+    from benchmarks import parallel  # imports torch.distributed, which only this table needs
 
     return parallel.tables(rows)
 
 
 def _first_races(options: Mapping[str, str], rows: Rows) -> dict[str, MeasuredRace | None]:
-    """The races of the first pages: of the families, or measured for these pages."""
+    """The races of the first pages, from the families or measured for these pages."""
     return tables.first_races(options, [*races_of(rows), *(r for r in extra_races(rows) if r.extra == "front")])
 
 
@@ -265,16 +265,16 @@ def _origin(shown: Sequence[MeasuredRace], commands: str | None = None) -> str:
 
 
 def _headline(spec: Spec, rows: Rows) -> str:
-    """A row per race and the worst one; ``brief`` fits a phone, and leaves commands and intervals to the other."""
+    """A row per race and the worst row. ``brief`` fits a phone, without commands and intervals."""
     shown = races_of(rows)
     chosen = _select(spec, shown)
     if not chosen:
         return _nothing(spec)
-    # The worst row comes from all races of the family, so that a choice of models or inputs cannot hide it.
+    # The worst row comes from all races of the family, so that the choice of models and inputs cannot hide it.
     everything = _select(spec, shown, ignore=("model", "input"))
     worst = tables.worst_row(everything)
     lines = tables.with_worst(chosen, worst)
-    # Lists of these make rows of one model and input that nothing else tells apart.
+    # Lists of these options give rows of one model and input that differ in nothing else.
     differ = [key for key in ("workload", "dtype") if len({option(race, key) for race, _ in lines}) > 1]
 
     def named(race: MeasuredRace) -> str:
@@ -316,7 +316,7 @@ def _compile(race: MeasuredRace) -> str:
 
 
 def _failures(results: Iterable[Result]) -> str:
-    """A list of what failed; reasons come from error messages, and are kept from being read as Markdown or HTML."""
+    """A list of failures. Reasons come from error messages, and are escaped for Markdown and HTML."""
     lines = [cells.failure(result) for result in results]
     for mark in "\\`*_<>[]":
         lines = [line.replace(mark, f"\\{mark}") for line in lines]
@@ -329,7 +329,7 @@ def _losses(race: MeasuredRace) -> str:
 
 
 def _of_race(make: Callable[[MeasuredRace], str], *, alone: bool = False) -> Callable[[Spec, Rows], str]:
-    """A table of one race; ``alone`` without notes and commands, below a table of the same race."""
+    """A table of one race; ``alone`` omits notes and commands, for use below a table of the same race."""
 
     def table(spec: Spec, rows: Rows) -> str:
         if (race := _single(spec, rows)) is None:
@@ -356,7 +356,7 @@ def _kernels(spec: Spec, rows: Rows) -> str:
     return "\n\n".join([tables.markdown(*tables.kernels(work)), note, _origin([race], command)])
 
 
-# By kind: the options that it takes, and its Markdown.
+# {kind: (its options, the function that makes its Markdown)}.
 TABLES: dict[str, tuple[Sequence[str], Callable[[Spec, Rows], str]]] = {
     "front": (MACHINE, _front),
     "headline": (SELECTING, _headline),

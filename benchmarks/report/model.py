@@ -1,4 +1,4 @@
-"""Races made ready to show: reference, upstream's best, who is how much faster; which are shown, in which order."""
+"""Races prepared for display: reference, upstream's best, speed-ups; selection and order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.plan import Case, merged
 from benchmarks.record import Compile, Result, Rows, device_name
 from benchmarks.stats import Ratio, Utilisation, Verdict
 
-# What users of the upstream library run today. Whatever else an upstream arm does to be fast counts as tuned.
+# Arms that users of the upstream library run today. Every other upstream arm counts as tuned.
 AS_SHIPPED = (("eager", "default"), ("full", "default"), ("full", "reduce-overhead"), ("regional", "default"))
 
-# An arm whose error is this many times eager's own computes something else; its time is shown and not counted.
+# An arm whose error is this many times eager's error computes something else; its time is shown but not counted.
 WRONG = 10
 Caches = Literal["cold", "warm"]
 EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -36,10 +36,10 @@ def machine_name(environment: Mapping[str, Any], device: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredArm:
-    """One arm that ran, with its median and 95th percentile in milliseconds (None where no round was raced).
+    """One arm that ran, with its median and 95th percentile in milliseconds (None without rounds).
 
-    ``rounding`` is the error that its eager twin makes; the greatest of the other arms' where that did not run.
-    ``control`` is the row of its A/A control, where that ran.
+    ``rounding`` is the error of its eager twin, or the maximum of the other arms' if the twin did not run. ``control``
+    is the row of its A/A control, if that ran.
     """
 
     result: Result
@@ -64,7 +64,7 @@ class MeasuredArm:
         return check.error > WRONG * max(self.rounding, EPSILON[self.result.case.dtype])
 
     def paid(self, caches: Caches) -> float | None:
-        """Seconds spent before the first fast call: none by eager; None where it was not measured."""
+        """Seconds before the first fast call: zero for eager; None if not measured."""
         if self.is_eager:
             return 0.0
         compile = self.result.cold if caches == "cold" else self.result.warm
@@ -76,7 +76,7 @@ class MeasuredArm:
 
     @property
     def warm(self) -> Compile | None:
-        """Its warm start. Of an arm that raced in its cold process the control's: a second process, on its caches."""
+        """The arm's warm start. If it raced in its cold process, its control's: a second process with its caches."""
         own, copied = self.result.warm, None if self.control is None else self.control.warm
         if copied is None or copied.seconds is None or (own is not None and own.seconds is not None):
             return own
@@ -89,24 +89,24 @@ class MeasuredArm:
 
     @property
     def p10(self) -> float | None:
-        """The tenth percentile of its rounds, in which the least else ran on the machine."""
+        """The tenth percentile of the arm's rounds, those with the least other load on the machine."""
         return _p10(self.result)
 
     @property
     def apart(self) -> float | None:
-        """How far its control's tenth percentile is from its own, as a fraction of the smaller."""
+        """Distance of the control's tenth percentile from the arm's, as a fraction of the smaller."""
         own, copied = self.p10, None if self.control is None else _p10(self.control)
         return None if own is None or copied is None else max(own, copied) / min(own, copied) - 1
 
     @property
     def host_ms(self) -> float | None:
-        """Other tenants of the machine only ever add to the host's time: a low percentile of the rounds."""
+        """A low percentile of the host's time over rounds, since other tenants of the machine only add to it."""
         steady = self.result.steady
         return stats.p10(steady.host_ms) if steady is not None and steady.host_ms else None
 
     @property
     def idle(self) -> float | None:
-        """Share of a call's device time, 0 to 1, in which no kernel runs; copies and fills are none."""
+        """Share of a call's device time, 0 to 1, without a running kernel; copies and fills are not kernels."""
         steady, work = self.result.steady, self.result.work
         busy = None if work is None else work.kernel_microseconds
         if self.host_ms is None or steady is None or not steady.device_ms or busy is None:
@@ -131,10 +131,10 @@ class MeasuredRace:
     environment: Mapping[str, Any]  # of one of them
     arms: tuple[MeasuredArm, ...]  # those that ran, fastest first, without A/A controls
     failures: tuple[Result, ...]
-    clock: Literal["device", "wall"]  # device events, or the wall clock where an arm has no device times
-    noise: float | None  # the A/A noise floor as a fraction; None where no control ran beside its twin
-    noise_arm: str | None  # that the noise was measured with
-    extra: str = ""  # the question for which it was run beside the race of its family's tables
+    clock: Literal["device", "wall"]  # device events, or the wall clock if an arm has no device times
+    noise: float | None  # the A/A noise floor as a fraction; None if no control ran with its twin
+    noise_arm: str | None  # the arm whose control measured the noise
+    extra: str = ""  # the name of its question, for a race outside the family's tables
 
     @property
     def title(self) -> str:
@@ -146,7 +146,7 @@ class MeasuredRace:
 
     @property
     def unit(self) -> str | None:
-        """What throughput counts in this race: ``images``, ``tokens``; None where that says nothing."""
+        """The unit of throughput: ``images``, ``tokens``; None without a meaningful unit."""
         units = (arm.result.work.unit for arm in self.arms if arm.result.work is not None)
         return next((unit for unit in units if unit), None)
 
@@ -167,27 +167,27 @@ class MeasuredRace:
 
     @property
     def ours(self) -> MeasuredArm | None:
-        """The arm we stand for: regional with the outer CUDA graph, or without where it cannot be captured."""
+        """The zoo's recommended arm: regional with the outer CUDA graph, or without if it cannot be captured."""
         return _right(self.find(impl="zoo", strategy="regional", cuda_graph=graph) for graph in (True, False))
 
     @property
     def best_shipped(self) -> MeasuredArm | None:
-        """The fastest upstream arm as shipped whose output is right."""
+        """The fastest upstream arm as shipped with a correct output."""
         return _right(arm for arm in self.arms if is_shipped(arm.result.case))  # arms are sorted by time
 
     @property
     def best_tuned(self) -> MeasuredArm | None:
-        """The fastest upstream arm at its documented best, or under our outer CUDA graph, whose output is right."""
+        """The fastest correct upstream arm at its documented best, or under the outer CUDA graph."""
         cases = ((arm, arm.result.case) for arm in self.arms)
         return _right(arm for arm, case in cases if case.impl.startswith("upstream") and not is_shipped(case))
 
     @property
     def best(self) -> MeasuredArm | None:
-        """The fastest upstream arm, as shipped or tuned, whose output is right."""
+        """The fastest upstream arm, as shipped or tuned, with a correct output."""
         return min(filter(None, (self.best_shipped, self.best_tuned)), key=lambda arm: arm.p50 or 0.0, default=None)
 
     def speedup(self, arm: MeasuredArm, over: MeasuredArm | None) -> Ratio | None:
-        """How much faster ``arm`` is than ``over``; paired where one ran in all rounds of the other, in one run."""
+        """Speed-up of ``arm`` over ``over``; paired if one ran in all rounds of the other, in one run."""
         if over is None or over.p50 is None or arm.p50 is None:
             return None
         return _ratio(over.result, arm.result, self.clock)
@@ -196,18 +196,18 @@ class MeasuredRace:
         return _samples(arm.result, self.clock)
 
     def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:
-        """What the interval and the noise floor say about that speed-up."""
+        """The verdict on this speed-up, from its interval and the noise floor."""
         ratio = self.speedup(arm, over)
         return None if ratio is None else stats.verdict(ratio, self.noise)
 
     def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
-        """Whether calls of ``arm`` make up for what it costs more: it is faster, and by its median as well."""
+        """Whether calls of ``arm`` pay back its higher cost: its verdict and its median are faster."""
         return self.verdict(arm, over) == "faster" and (arm.p50 or 0.0) < (over.p50 or 0.0)
 
     def break_even(self, arm: MeasuredArm, compile: Compile | None) -> float | None:
-        """Calls until compile and capture seconds are paid back by being faster than its own eager, or upstream's.
+        """Calls until the speed-up over the arm's own eager, or upstream's, pays back compile and capture seconds.
 
-        Infinite if never, NaN if eager and the arm cannot be told apart, None where one of the figures is missing.
+        Infinite if never, NaN if eager and the arm cannot be distinguished, None if one of the figures is missing.
         """
         paid = None if compile is None else compile.paid
         eager = self._eager(arm.result.case.impl, "upstream")
@@ -221,8 +221,8 @@ class MeasuredRace:
     def start_up(self) -> float:
         """Seconds that starting the compiler adds to the first call of a process that has compiled nothing yet.
 
-        All arms share it. The least of the measured values counts, since other work of the machine only adds: a small
-        graph compiled first and alone, and each arm's first result less what compiling it took.
+        All arms share it. It is the minimum of the measured values, since other load only adds: the time of a small
+        graph compiled first and alone, and each arm's first result minus its compile time.
         """
         found = []
         for arm in self.arms:
@@ -241,13 +241,13 @@ class MeasuredRace:
         return paid if paid is None or arm.is_eager else paid + self.start_up
 
     def total(self, arm: MeasuredArm, calls: int) -> float | None:
-        """Seconds from such a process, imports and model set-up apart, to the last of so many results."""
+        """Seconds in such a process, without imports and model set-up, until the last of ``calls`` results."""
         first = self.before(arm)
         return None if first is None or arm.p50 is None else first + calls * arm.p50 / 1e3
 
 
 def _right(arms: Iterable[MeasuredArm | None]) -> MeasuredArm | None:
-    """The first that has a time and whose output is right."""
+    """The first arm with a time and a correct output."""
     return next((arm for arm in arms if arm is not None and arm.p50 is not None and not arm.wrong), None)
 
 
@@ -300,15 +300,15 @@ def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any
     return [_race(group, environments.get(group[0].environment or "", {})) for group in groups.values()]
 
 
-@functools.lru_cache(maxsize=4)  # a page asks for them again with every table and figure
+@functools.lru_cache(maxsize=4)  # every table and figure of a page calls this
 def races_of(rows: Rows) -> tuple[MeasuredRace, ...]:
-    """The races that tables of their families are made from; of rows that nobody changes any more."""
+    """The races of the families' tables. The rows must not change afterwards."""
     return tuple(races(rows.results, rows.environments))
 
 
 @functools.lru_cache(maxsize=4)
 def extra_races(rows: Rows) -> tuple[MeasuredRace, ...]:
-    """Races that were run for one question each, beside those of the families' tables."""
+    """Races that were run for one question each, in addition to those of the families' tables."""
     return tuple(
         replace(race, extra=name)
         for name, results in sorted(rows.extra.items())
@@ -317,7 +317,7 @@ def extra_races(rows: Rows) -> tuple[MeasuredRace, ...]:
 
 
 def _proven(result: Result) -> Result:
-    """The row without the seconds of a cold start whose cache folders held something already."""
+    """The row without the seconds of a cold start whose cache folders were not empty."""
     cold = result.cold
     if cold is None or cold.cache_empty_at_start is not False:
         return result
@@ -355,7 +355,7 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace
 # Which races are shown, in which order, where they ran, and the commands that measure them again ---------------------
 
 SELECTING = ("family", "model", "input", "workload", "dtype", "device", "gpu", "torch")
-# The model families in the order of their pages, each with the library that it is held against.
+# The model families in the order of their pages, each with its upstream library.
 UPSTREAM = {
     "gnn": "torch-geometric", "llm": "transformers", "bert": "transformers", "resnet": "torchvision",
     "unet": "diffusers",
@@ -363,7 +363,7 @@ UPSTREAM = {
 
 
 def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
-    """Races that the options name (commas separate alternatives), of the newest torch on the one device there is.
+    """Races that the options select (commas separate alternatives), with the newest torch, on a single device.
 
     ValueError if rows of several devices match.
     """
@@ -376,7 +376,7 @@ def select(wanted: Mapping[str, str], shown: Iterable[MeasuredRace]) -> list[Mea
 
 
 def newest(shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
-    """Of races that differ in nothing but torch the one of the newest."""
+    """Of races that differ only in torch, the race with the newest torch."""
     found: dict[tuple[str, ...], MeasuredRace] = {}
     for race in shown:
         key = (option(race, "gpu"), race.extra, *race.case.race)
@@ -387,7 +387,7 @@ def newest(shown: Iterable[MeasuredRace]) -> list[MeasuredRace]:
 
 
 def option(race: MeasuredRace, key: str) -> str:
-    """What ``key=`` of a marker would have to say to name this race."""
+    """The value of a marker's ``key=`` that selects this race."""
     if key == "gpu":
         return device_name(race.environment, race.case.device)
     if key == "torch":
@@ -396,12 +396,12 @@ def option(race: MeasuredRace, key: str) -> str:
 
 
 def torch_version(race: MeasuredRace) -> tuple[int, ...]:
-    """What it ran on, so that newer is greater."""
+    """The race's torch version, comparable: newer is greater."""
     return tuple(map(int, re.findall(r"\d+", option(race, "torch").partition("+")[0])))
 
 
 def machines(shown: Iterable[MeasuredRace]) -> str:
-    """Device, torch, driver, the libraries that matter and commits, said once for all races of one machine."""
+    """Device, torch, driver, relevant libraries and commits, once for all races of one machine."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for race in shown:
         environment = race.environment
@@ -421,7 +421,7 @@ def machines(shown: Iterable[MeasuredRace]) -> str:
 
 
 def by_family(shown: Iterable[MeasuredRace]) -> dict[str, list[MeasuredRace]]:
-    """Races by family: those with an upstream library as the documentation orders them, then others."""
+    """Races by family: those with an upstream library in the documentation's order, then others."""
     families: dict[str, list[MeasuredRace]] = {}
     for race in shown:
         families.setdefault(race.case.family, []).append(race)
@@ -430,13 +430,13 @@ def by_family(shown: Iterable[MeasuredRace]) -> dict[str, list[MeasuredRace]]:
 
 
 def titles(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
-    """The races' titles without what all of them share; the machine stands in them where there are several."""
+    """The races' titles without their common parts; they include the machine if there are several."""
     parts = [(*race.case.race[1:], race.machine) for race in shown]
     differ = [index for index, values in enumerate(zip(*parts, strict=True)) if index < 2 or len(set(values)) > 1]
     return {race: " · ".join(of_one[index] for index in differ) for race, of_one in zip(shown, parts, strict=True)}
 
 
 def commands_of(races: Iterable[MeasuredRace]) -> list[str]:
-    """What measures all arms of these races again, A/A controls and failures included: one command where one can."""
+    """Commands that measure all arms of these races again, with A/A controls and failures; one command if possible."""
     results = [result for race in races for result in (*(arm.result for arm in race.arms), *race.failures)]
     return merged(result.command for result in results if result.command)

@@ -1,4 +1,4 @@
-"""Rows shown: as tables in the terminal, as one HTML file that opens offline, and in sentences that say what to use."""
+"""Displays rows: as tables in the terminal, as one offline HTML file, and as sentences that recommend an arm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOST_NAMES = 3
 def render(
     results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]], console: Console | None = None
 ) -> None:
-    """Print every race: what to run, times over upstream's best, costs, what failed; last what was gained in each."""
+    """Print every race: recommendation, speed-ups over upstream's best, costs, failures; last the gain of each."""
     console = console or Console()
     shown = [race for chosen in by_family(races(results, environments)).values() for race in chosen]
     if not shown:
@@ -63,7 +63,7 @@ def _print_race(race: MeasuredRace, console: Console) -> None:
 def print_table(console: Console, title: str, table: tables.Table) -> None:
     """Print a table in as many pieces as the console's width needs, each with the first column."""
     head, rows = table
-    # The words of a long head stand below each other; a short head and a figure stay on one line.
+    # A long head has one word per line; a short head and a figure stay on one line.
     words = [text.split() if len(text) > SHORT_HEAD else [text] for text in head]
     widths = [max(map(len, [*words[index], *(row[index] for row in rows)])) for index in range(len(head))]
     first = min(widths[0], NAME_WIDTH)
@@ -92,7 +92,7 @@ def print_table(console: Console, title: str, table: tables.Table) -> None:
 
 
 def folder_of_reports(rows: Path) -> Path:
-    """Where reports of a file or folder of rows go: beside them; of committed rows, to ``runs``."""
+    """The folder for reports of a file or folder of rows: next to the rows; ``runs`` for committed rows."""
     folder = rows if rows.is_dir() else rows.parent
     return ROOT / "runs" if folder.resolve().is_relative_to(RESULTS) else folder
 
@@ -104,7 +104,7 @@ def write_html(rows: Rows, target: Path) -> Path:
 
 
 def report(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page. It loads nothing: style and charts are in it."""
+    """The whole page. It contains style and charts, and loads no files."""
     shown = races(results, environments)
     families = by_family(shown)
     environment = Environment(
@@ -140,7 +140,7 @@ def _family(name: str, chosen: Sequence[MeasuredRace], *, few: bool) -> dict[str
 
 def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
     chart = charts.break_even(race) if draw else None
-    # Which no other figure counts.
+    # Preparation, which no other figure includes.
     prepared = [
         f"{arm.name}: {what}, {cells.significant(seconds)} s"
         for arm in race.arms
@@ -170,7 +170,7 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
 
 
 def lead(race: MeasuredRace) -> str:
-    """What to use, in plain words; losses are said as plainly as wins."""
+    """The recommended arm in plain words; losses are stated as clearly as wins."""
     if cells.is_unusable(race.noise):
         return unusable(race.noise)
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
@@ -197,7 +197,7 @@ def lead(race: MeasuredRace) -> str:
 
 
 def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
-    """A line per race in the words of ``zoo advise``: ours against upstream's best as shipped."""
+    """A line per race in the words of ``zoo advise``: the zoo against upstream's best as shipped."""
     lines: dict[MeasuredRace, str] = {}
     for race, subject in titles(shown).items():
         ours, best = race.ours, race.best_shipped
@@ -214,7 +214,7 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
 
 
 def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
-    """From which number of calls on which of these arms takes the least time in all, in a process with empty caches."""
+    """The arm with the least total time from each number of calls on, in a process with empty caches."""
     paid = {arm: seconds for arm in arms if (seconds := race.before(arm)) is not None}
     p50 = {arm: arm.p50 for arm in paid if arm.p50 is not None}
     if not p50:
@@ -236,7 +236,7 @@ def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, M
 def _against_upstream(race: MeasuredRace, arm: MeasuredArm) -> str:
     """``, 4.2× faster than torch-geometric's best as shipped, ...``; or by how much ours lose to this arm."""
     if race.case.family not in UPSTREAM:
-        return ""  # a model of nobody's library: there is no upstream to hold it against
+        return ""  # a model without an upstream library
     library = UPSTREAM[race.case.family]
     if arm.result.case.impl != "zoo":
         return f"; ours, {race.ours.name}, is {_compared(race, race.ours, arm)} it" if race.ours else ""

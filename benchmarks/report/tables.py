@@ -1,4 +1,4 @@
-"""The tables of races, each a head and rows of text. Terminal, Markdown and HTML show the same ones."""
+"""The tables of races, each a head and rows of text. Terminal, Markdown and HTML show the same tables."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FRONT = (
     "model, input", "cold s: whole / theirs / ours", "new process s: theirs / ours", "ms a call: theirs / ours",
     "times faster",
 )  # fmt: skip
-# Inputs whose new processes are measured on another one: a token's on a whole answer.
+# {input: the input on which its new processes are measured}: for decoding, a whole answer.
 STARTED_ON = {"decode-1x1024": "answer-1x2048"}
-# A race of each family for the first pages, by model, input and dtype.
+# One race per family for the first pages, by model, input and dtype.
 FIRST = {
     "GCN, arxiv, float32": ("gcn", "arxiv", "float32"),
     "Llama 3.2 1B, one token": ("llama-3.2-1b", "decode-1x1024", "bfloat16"),
@@ -42,7 +42,7 @@ WORST = " · our worst result"
 
 
 def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table without the columns in which no row holds anything; the first column stays."""
+    """A table without empty columns; the first column is always kept."""
     columns = range(len(head))
     kept = [index for index in columns if not (index and rows and all(row[index] in cells.EMPTY for row in rows))]
     return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
@@ -90,7 +90,7 @@ def costs(race: MeasuredRace) -> Table:
 
 
 def compiles(race: MeasuredRace) -> Table:
-    """What compiling cost each arm that compiles or captures, and when a new process has 1,000 results."""
+    """Compile costs of each arm that compiles or captures, and the time of a new process to 1,000 results."""
 
     def both(text: Callable[[Compile], str]) -> Column:
         return lambda arm: cells.pair(text(arm.result.cold or Compile()), text(arm.warm or Compile()))
@@ -119,7 +119,7 @@ def separates_kernels(race: MeasuredRace) -> bool:
 
 
 def decomposition(race: MeasuredRace) -> Table:
-    """A win taken apart step by step; a step that failed or was not run says so."""
+    """A speed-up, decomposed into steps; failed and missing steps are marked."""
     apart = separates_kernels(race)
     shared: dict[str, Any] = dict(zip(SELECTING, race.case.race, strict=False))
     step = functools.partial(Case, **shared)
@@ -147,7 +147,7 @@ def decomposition(race: MeasuredRace) -> Table:
 
 
 def losses(race: MeasuredRace) -> Table | None:
-    """Loss curves at some of their steps, an arm a row, and how far each is from the reference's at most."""
+    """Loss curves at some steps, one row per arm, and each curve's maximum distance from the reference's."""
     curves = {arm.name: arm.result.curve for arm in race.arms if arm.result.curve}
     if not curves:
         return None
@@ -181,7 +181,7 @@ def kernels(work: Work) -> Table:
 
 
 def worst_row(shown: Sequence[MeasuredRace]) -> tuple[MeasuredRace, MeasuredArm, Ratio] | None:
-    """The regional arm, with or without the CUDA graph, of the lowest speed-up over upstream's best as shipped."""
+    """The regional arm, with or without the CUDA graph, with the lowest speed-up over upstream's best as shipped."""
     found = []
     for race in shown:
         for arm in race.arms:
@@ -196,13 +196,13 @@ def worst_row(shown: Sequence[MeasuredRace]) -> tuple[MeasuredRace, MeasuredArm,
 def with_worst(
     chosen: Sequence[MeasuredRace], worst: tuple[MeasuredRace, MeasuredArm, Ratio] | None
 ) -> list[tuple[MeasuredRace, MeasuredArm | None]]:
-    """Ours of each race, and below them the worst row where it is not among them."""
+    """The zoo's arm of each race, then the worst row if it is not among them."""
     rows = [(race, race.ours) for race in chosen]
     return rows if worst is None or worst[:2] in rows else [*rows, worst[:2]]
 
 
 def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
-    """One race in the columns of ``HEADLINE`` after its name: upstream's best arms beside one of ours."""
+    """One race in the columns of ``HEADLINE`` after its name: upstream's best arms and one of the zoo's."""
     shipped, tuned = race.best_shipped, race.best_tuned
     full = race.find(impl="upstream", strategy="full")
     before = significant(full.cold_seconds if full else None)
@@ -220,7 +220,7 @@ def headline_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
 
 
 def brief_row(race: MeasuredRace, ours: MeasuredArm | None) -> list[str]:
-    """One race in the columns of ``BRIEF`` after its name: upstream's fastest arm, as shipped or tuned, beside ours."""
+    """One race in the columns of ``BRIEF`` after its name: upstream's fastest arm, shipped or tuned, and the zoo's."""
     arms = (race.best, ours)
     return [_calls(arms, NOTHING), _times_faster(race, ours, NOTHING), _colds(arms, NOTHING)]
 
@@ -240,7 +240,7 @@ def _joined(values: Sequence[float | None], missing: str) -> str:
 
 
 def _times_faster(race: MeasuredRace, ours: MeasuredArm | None, missing: str) -> str:
-    """How many times faster than upstream's best, as shipped or tuned."""
+    """Speed-up over upstream's best arm, as shipped or tuned."""
     ratio = race.speedup(ours, race.best) if ours else None
     if ours is None or ratio is None:
         return missing
@@ -257,7 +257,7 @@ def _why_not(race: MeasuredRace, **options: str) -> str:
 
 
 def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) -> Table:
-    """A row per race, the worst row marked; it comes last if it is no race's own."""
+    """A row per race, with the worst row marked; it comes last if it is not one of these."""
     worst = worst_row(races) if len(races) > 1 else None
     rows = [
         [titles[race] + (WORST if worst is not None and (race, arm) == worst[:2] else ""), *headline_row(race, arm)]
@@ -267,7 +267,7 @@ def family(races: Sequence[MeasuredRace], titles: Mapping[MeasuredRace, str]) ->
 
 
 def arms(races: Sequence[MeasuredRace]) -> Table:
-    """A row per race with each arm's milliseconds, and how far two copies of one were apart, by tenth percentiles."""
+    """A row per race with each arm's milliseconds and the distance of two copies of one arm, by tenth percentiles."""
     names = list(dict.fromkeys(arm.name for race in races for arm in race.arms))
     rows = []
     for race in races:
@@ -283,9 +283,9 @@ def arms(races: Sequence[MeasuredRace]) -> Table:
 
 
 def first_races(options: Mapping[str, str], shown: Sequence[MeasuredRace]) -> dict[str, MeasuredRace | None]:
-    """The races of ``FIRST`` and, if any race is lost, the one that is lost by most."""
+    """The races of ``FIRST`` and, if the zoo loses a race, its largest loss."""
     wanted = {"workload": "inference", "device": "cuda", "family": ",".join(UPSTREAM), **options}
-    # Races that were measured for the first pages stand in for those of the families' pages.
+    # Races that were measured for the first pages replace those of the families' pages.
     chosen = [race for extra in (False, True) for race in select(wanted, (r for r in shown if bool(r.extra) is extra))]
     found = {race.case.race: race for race in chosen}.values()
     by_case = {(race.case.model, race.case.input, race.case.dtype): race for race in found}
@@ -302,7 +302,7 @@ def first_races(options: Mapping[str, str], shown: Sequence[MeasuredRace]) -> di
 
 
 def compiled_arms(race: MeasuredRace) -> tuple[MeasuredArm | None, MeasuredArm | None, MeasuredArm | None]:
-    """Upstream's model compiled whole, as shipped, in the mode whose calls are faster; by its own regions; and ours."""
+    """Upstream's model compiled whole, as shipped, in its faster mode; upstream's own regions; the zoo's arm."""
     modes = (race.find(impl="upstream", strategy="full", mode=mode) for mode in ("default", "reduce-overhead"))
     whole = [arm for arm in modes if arm is not None and arm.cold_seconds is not None]
     library = race.find(impl="upstream", strategy="regional")
@@ -310,7 +310,7 @@ def compiled_arms(race: MeasuredRace) -> tuple[MeasuredArm | None, MeasuredArm |
 
 
 def front(first: Mapping[str, MeasuredRace | None], starts: Iterable[Start]) -> Table:
-    """What compiling, a new process and a call take in the races of the first pages."""
+    """Times of compiling, of a new process and of a call in the races of the first pages."""
     missing, rows = "not measured", []
     totals = {(start.case.model, start.case.input, start.arm): start.total for start in starts if start.processes}
     for name, race in first.items():
