@@ -438,7 +438,7 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
     model, x = Sequence(*map(Naming, range(3))).eval(), torch.randn(2, 6)
     for inputs in (None, {"x": x}):
         (obstacle,) = zoo.find_regions(model, kwargs=inputs).obstacles
-        assert "forward reads name" in str(obstacle) and "a graph a layer, 3 in all" in str(obstacle)
+        assert "forward reads name" in str(obstacle) and "one graph per layer, 3 in total" in str(obstacle)
     compiled(model, backend=backend)
     with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="2 graphs compiled for .* where one would do: .*name"):
         expected = model(x)

@@ -362,7 +362,7 @@ def _obstacles(
         yield Obstacle(
             cls.__name__,
             f"inherits forward from {owner.__name__}, and classes that share a forward share one recompile limit and "
-            "one guard list; give it a forward of its own",
+            f"one guard list; define forward in {cls.__name__} itself",
         )
     skip = choices_of(modules.values()).union(symbols)
     for group in _by_structure(modules):
@@ -376,8 +376,8 @@ def _obstacles(
                 yield Obstacle(
                     cls.__name__,
                     f"forward reads {key}{'' if observed else ' (in some branch)'}, which differs in every layer "
-                    f"({_abbreviate([str(v) for v in values])}): a graph a layer, {len(values)} in all; pass what it "
-                    "selects as a tensor or hold it as a buffer",
+                    f"({_abbreviate([str(v) for v in values])}): one graph per layer, {len(values)} in total; pass the "
+                    "selected value as a tensor, or register it as a buffer",
                     certain=bool(observed),
                 )
     inner = (each for name, module in modules.items() for each in module.named_modules(prefix=name))
@@ -386,14 +386,14 @@ def _obstacles(
         yield Obstacle(
             cls.__name__,
             f"{_abbreviate(hooked)} have hooks of accelerate or diffusers (offloading, casting by layer, a cache) that "
-            f"no graph can hold; take them off, or let the graph break: zoo.Region({cls.__name__}, fullgraph=False)",
+            f"no graph can hold; remove them, or allow graph breaks: zoo.Region({cls.__name__}, fullgraph=False)",
             certain=False,
         )
     for name in skipped:
         yield Obstacle(
             cls.__name__,
-            f"{name} was not called as a module: call block(x) in place of block.forward(x), or leave out what no call "
-            f"reaches, exclude=[{name!r}]",
+            f"{name} was not called as a module: call block(x) instead of block.forward(x), or exclude a module that "
+            f"no call reaches: exclude=[{name!r}]",
         )
 
 
@@ -447,8 +447,8 @@ def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifte
         if mixed:
             yield Obstacle(
                 region.cls.__name__,
-                f"{name} is 0.0 in {_abbreviate(zero)} and not in others of their structure, and code mostly "
-                f"branches on that: {len(mixed)} graph(s) more; a small rate there shares the others' graph",
+                f"{name} is 0.0 in {_abbreviate(zero)} and not in others of the same structure; most code branches on "
+                f"zero: {len(mixed)} graph(s) more; a small nonzero rate shares the graph of the others",
                 certain=False,
                 expected=True,
             )
