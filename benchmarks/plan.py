@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.cli import UsageError
 
 STRATEGIES = ("eager", "full", "stages", "regional", "hierarchical")
+# Strategies that need the declared regions of a zoo model.
 OWN_STRATEGIES = ("stages", "hierarchical")
 IMPLEMENTATIONS = ("zoo", "upstream", "upstream-tuned")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -78,10 +78,11 @@ def stages(model: nn.Module) -> set[type[nn.Module]]:
     classes: dict[str, type[nn.Module]] = {}
     for name, module in model.named_modules():
         if type(module) in declared and not any(name.startswith(f"{outer}.") for outer in classes):
-            owners = [name.rpartition(".")[0]]
-            while isinstance(model.get_submodule(owners[-1]), nn.ModuleList):
-                owners.append(owners[-1].rpartition(".")[0])
-            classes[owners[-1] or name] = type(model.get_submodule(owners[-1] or name))
+            owner = name.rpartition(".")[0]
+            while isinstance(model.get_submodule(owner), nn.ModuleList):
+                owner = owner.rpartition(".")[0]
+            owner = owner or name
+            classes[owner] = type(model.get_submodule(owner))
     if set(classes.values()) <= declared:
         raise ValueError(f"{type(model).__name__} calls its regions itself: it has no stages")
     return set(classes.values())

@@ -37,18 +37,18 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
-    """Compile the kernels of some launches side by side, where the first launch of each would compile it alone.
+    """Compile the kernels of several launches in parallel, before their first launches would compile them one by one.
 
-    A launch is a kernel, arguments with dtypes in place of tensors and descriptors of tensors without data, and
-    options. What does not compile here is compiled by its launch, and a RuntimeWarning says why.
+    A launch is a kernel, its arguments and its options. A dtype stands for a tensor, and descriptors are of tensors
+    without data. A kernel that fails here is compiled again by its launch, and a RuntimeWarning names the first error.
     """
     driver, knobs = triton.runtime.driver.active, triton.knobs.runtime
     device = driver.get_current_device()
-    failed: list[BaseException | None] = []
+    failed: list[BaseException] = []
     builds: list[Future[Any]] = []
 
     def compile_one(build: Callable[[], Any]) -> Any:
-        driver.set_current_device(device)  # a thread starts on the first
+        driver.set_current_device(device)  # a new thread starts on the first device
         compiled = build()
         if _has_descriptor(compiled.src.signature):
             driver.launcher_cls(compiled.src, compiled.metadata)
@@ -58,8 +58,8 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
         builds.append(threads.submit(compile_one, build))
         return builds[-1]
 
-    # Older Tritons compile C that launches a kernel, as slowly as the kernel, and find it on disk at the launch. It is
-    # of the kernel's signature alone, so that both are compiled at a time, unless the signature has a descriptor.
+    # Older Tritons also compile a launcher in C, which takes as long as its kernel, and later find it on disk. Without
+    # descriptors a launcher depends only on the kernel's signature, so both compile at the same time.
     def start_launcher(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         signature = compile["signature"]
         if not _has_descriptor(signature):
@@ -84,25 +84,25 @@ def _has_descriptor(signature: dict[str, Any]) -> bool:
 
 
 class _NoMetadata:
-    """Metadata of a kernel that is not compiled yet."""
+    """Stands for the metadata of a kernel that is not compiled yet: every field is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class CachedKernels(NamedTuple):
-    """Compiled kernels of the process: by what each is made of its hash, and its files in Triton's cache, by folder."""
+    """Compiled kernels of a process, as a folder of compiled regions stores them."""
 
-    hashes: dict[str, str]
-    files: dict[str, dict[str, bytes]]
+    hashes: dict[str, str]  # a kernel's source, options and environment -> Triton's hash of the compiled kernel
+    files: dict[str, dict[str, bytes]]  # a folder in Triton's cache -> the contents of its files by name
 
 
-# Of folders that were loaded: what a kernel is made of -> its hash.
+# The ``hashes`` of all folders that this process has loaded.
 _loaded: dict[str, str] = {}
 
 
 def cached_kernels() -> CachedKernels:
-    """What compiled kernels of the process have in Triton's cache, without the steps between."""
+    """All kernels that this process has compiled, with their binaries, metadata and launchers."""
     files: dict[str, dict[str, bytes]] = {}
 
     def note(path: str) -> None:
@@ -135,7 +135,7 @@ def cached_kernels() -> CachedKernels:
 
 
 def load_kernels(kernels: CachedKernels) -> None:
-    """Put files of ``cached_kernels`` into Triton's cache, where it finds them in the place of compiling."""
+    """Write the kernels' files into Triton's cache, so that Triton loads the kernels instead of compiling them."""
     for folder, contents in kernels.files.items():
         cache = FileCacheManager(folder)
         paths = {name: cache.get_file(name) or cache.put(data, name) for name, data in contents.items()}
@@ -146,7 +146,7 @@ def load_kernels(kernels: CachedKernels) -> None:
 
 
 def _compile(compile: Callable[..., Any], source: Any, *, options: dict[str, Any], **how: Any) -> Any:
-    """Compile as Triton does; for a loaded kernel Triton need not hash all of its own files, which takes 0.3 s."""
+    """Triton's ``compile``; a loaded kernel is found without Triton's cache key, a slow hash of all Triton files."""
     environment = get_cache_invalidating_env_vars()
     made_of = repr((source.hash(), sorted(options.items()), sorted(environment.items())))
     known = None if triton.knobs.compilation.always_compile else _loaded.get(made_of)
