@@ -15,12 +15,15 @@ from tests.blocks import Dropping, Stack
 from zoo.engine.graphed_step import CaptureError
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "regional"])
+@pytest.mark.parametrize("compiled", ["eager", "regional", "whole"])
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_replay_computes_on_new_inputs(device: str, compiled: bool, context: Any) -> None:
-    model = Stack().to(device).eval()
-    if compiled:
-        zoo.compile_regions(model, backend="aot_eager" if device == "cpu" else "inductor")
+def test_replay_computes_on_new_inputs(device: str, compiled: str, context: Any) -> None:
+    model: Any = Stack().to(device).eval()
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    if compiled == "regional":
+        zoo.compile_regions(model, backend=backend)
+    elif compiled == "whole":
+        model = torch.compile(model, backend=backend)
     first, second = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
     with context():
         step = zoo.cuda_graph(model, (first,))

@@ -171,7 +171,8 @@ class Weights:
         self._modules: dict[int, tuple[str, nn.Module]] = {}
         for root in modules:
             for prefix, module in root.named_modules():
-                if id(module) in self._modules:
+                # The wrapper of torch.compile has the mode of what it wraps, which is a submodule of it.
+                if id(module) in self._modules or "training" not in module.__dict__:
                     continue
                 self._modules[id(module)] = prefix, module
                 for store in (module._parameters, module._buffers):
