@@ -315,6 +315,24 @@ def test_a_compilation_keeps_no_input() -> None:
     assert alive() is None
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_a_region_compiles(enabled: bool) -> None:
+    seen: list[bool] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(gc.isenabled())
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    zoo.compile_regions(model, regions=[nn.Linear], backend=backend)
+    try:
+        gc.enable() if enabled else gc.disable()
+        model(torch.randn(1, 2))
+        assert seen == [False] and gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
 def test_functions_of_torch_and_the_zoo_have_no_guards() -> None:
     model = zoo.create("resnet-debug").eval()
     zoo.compile_regions(model, backend="eager")
