@@ -8,9 +8,7 @@ call that passes no entry's guards goes to Dynamo, as without this module.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import inspect
 import os
 import re
@@ -18,14 +16,14 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zoo.engine.compat import full_guards
+from zoo.engine.compat import full_guards, only_compiling
 from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
@@ -194,7 +192,7 @@ class RegionCall:
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
         patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
-        with _patching, patch, tracing(to_run=self._runs_directly), _without_collections():
+        with _patching, patch, tracing(to_run=self._runs_directly), only_compiling():
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
@@ -338,18 +336,6 @@ class RegionCall:
             or self.forward.__defaults__ is not self._default_values
             or has_stance()
         )
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the garbage collector: a compilation makes many objects, and each collection visits all of the process."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def has_stance() -> bool:

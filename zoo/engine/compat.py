@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import re
 import sys
@@ -75,6 +76,27 @@ def full_guards() -> dict[str, Any]:
     first steps would silently get no gradients.
     """
     return {} if _TORCH >= GUARDS_SEE_TENSORS else {"skip_tensor_guards_with_matching_dict_tags": False}
+
+
+@contextlib.contextmanager
+def only_compiling() -> Iterator[None]:
+    """Leave out what makes a compilation longer and serves nobody: garbage collection, and timing of the guards.
+
+    A compilation makes many objects, and each collection visits those of the whole process. Dynamo empties the
+    processor's caches for each graph, to log how long its guards take.
+    """
+    import torch._dynamo.guards
+
+    module: Any = torch._dynamo.guards
+    collects, timing = gc.isenabled(), getattr(module, "profile_guard_manager", None)
+    gc.disable()
+    module.profile_guard_manager = lambda *_: 0.0
+    try:
+        yield
+    finally:
+        module.profile_guard_manager = timing
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager
