@@ -14,7 +14,7 @@ from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, in_float64, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention, decode_layer, rotate_into, split_rotated
+from zoo.ops.attention import attend, decode_attention, decode_layer, quantize, rotate_into, split_rotated
 from zoo.ops.transformer import rms_norm, swiglu
 from zoo.ops.triton import decode as products
 
@@ -24,8 +24,8 @@ DOTS = [torch.float32, torch.float16, *([] if DEVICE == "cpu" else [torch.bfloat
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    kernel_checks.close(found, expected, dtype, RELATIVE[dtype])
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
+    kernel_checks.close(found, expected, dtype, RELATIVE[dtype], times=times)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -41,6 +41,23 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
     close(products.linear(x, weight, residual=residual), residual.double() + F.linear(exact, exact_weight), dtype)
     pair = values(2 * out, columns, dtype=dtype, scale=columns**-0.5)
     close(products.linear(x, pair, norm, 1e-5, gated=True), swiglu(F.linear(normed, pair.double())), dtype)
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("rows", "columns", "out"), [(3, 100, 40), (1, 9000, 3)])
+def test_products_of_quantized_weights(
+    rows: int, columns: int, out: int, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, norm, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype), values(out, dtype=dtype)
+    numbers, scale = quantize(values(2 * out, columns, dtype=dtype, scale=columns**-0.5), weight_dtype)
+    exact = numbers.double() * scale.double()[:, None]
+    normed = rms_norm(x.double(), norm.double(), 1e-5)
+    found = products.linear(x, numbers[:out], norm, 1e-5, bias, scale=scale[:out])
+    close(found, F.linear(normed, exact[:out], bias.double()), dtype, times=2)
+    found = products.linear(x, numbers, norm, 1e-5, gated=True, scale=scale)
+    close(found, swiglu(F.linear(normed, exact)), dtype, times=2)
+    close(products.dequantized(numbers, scale), exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", DOTS)
@@ -182,7 +199,9 @@ def test_a_position_without_a_slot_is_not_written_by_attention_nor_by_rotation()
     assert torch.equal(memory, before), "a slot was written that is not a token's"
 
 
-OPTIONS: list[dict[str, object]] = [{}, {"qk_norm": True}, {"qkv_bias": True}, {"sliding_window": 9}]
+OPTIONS: list[dict[str, object]] = [
+    {}, {"qk_norm": True}, {"qkv_bias": True}, {"sliding_window": 9}, {"weight_dtype": "int8"},
+]  # fmt: skip
 # A single row's products have a program for a few outputs each, half a minute of interpreter for one model; fewer
 # outputs there.
 SMALLER = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -248,10 +267,11 @@ def test_a_layer_in_two_parts_decodes_as_the_whole() -> None:
 
             with pytest.raises(Waits) as waits:
                 decode_layer(
-                    x, half(cache, 2), position, rotary, norms[0].weight, torch.cat([*map(half, qkv.split(sizes))]),
-                    None, None, None, half(layer.o_proj.weight, 1), norms[1].weight,
-                    torch.cat([*map(half, layer.gate_up_proj.weight.chunk(2))]), half(layer.down_proj.weight, 1),
-                    norms[0].eps, heads // 2, None, add_parts, rank == 0,
+                    x, half(cache, 2), position, rotary, norms[0].weight,
+                    (torch.cat([*map(half, qkv.split(sizes))]), None), None, None, None,
+                    (half(layer.o_proj.weight, 1), None), norms[1].weight,
+                    (torch.cat([*map(half, layer.gate_up_proj.weight.chunk(2))]), None),
+                    (half(layer.down_proj.weight, 1), None), norms[0].eps, heads // 2, None, add_parts, rank == 0,
                 )  # fmt: skip
             parts.append(waits.value.args[0])
         sums.append(parts[0] + parts[1])

@@ -141,6 +141,8 @@ def refusals(sizes: dict[str, int]) -> None:
     refused("are None", lambda: parallelize(llm, init_device_mesh("cpu", (2,))))
     three = build("llm-debug", num_attention_heads=3, num_key_value_heads=3)
     refused("layers.0 has heads 3, which tp=2 does not divide", lambda: parallelize(three, tp))
+    rounded = zoo.llm.quantize(zoo.create("llm-debug"))
+    refused("layers.0 has quantized weights, which tp=2 does not split", lambda: parallelize(rounded, tp))
     refused("no tensor-parallel plan for ResNet", lambda: parallelize(build("resnet-debug"), tp))
     refused("sharding is {'mp_policy': 1}, but", lambda: parallelize(llm, tp, sharding={"mp_policy": 1}))
     refused("compile is False, but backend", lambda: parallelize(llm, tp, compile=False, backend="eager"))

@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import AutoModelForCausalLM
 
 import zoo
 from tests import fake_gpu
@@ -21,8 +23,17 @@ from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer, Session
 from zoo.llm.generate import DecodeState, accept, sample
-from zoo.llm.model import _add_linear, attend_tokens, token_mask
-from zoo.ops.attention import MOST_ROWS, attend, decode_attention, few_rows, heads_fit, rotate_into, split_rotated
+from zoo.llm.model import _add_linear, attend_tokens, token_mask, weight_of
+from zoo.ops.attention import (
+    MOST_ROWS,
+    attend,
+    decode_attention,
+    dequantized,
+    few_rows,
+    heads_fit,
+    rotate_into,
+    split_rotated,
+)
 from zoo.ops.transformer import WIDEST_RMS_NORM, add_rms_norm, rms_norm, swiglu
 from zoo.training import LinearCrossEntropy, checkpoint_regions
 from zoo.training.tensor_parallel import RowLinear
@@ -290,16 +301,19 @@ def work(graph: list[str]) -> list[str]:
     return sorted(node for node in graph if "getitem" not in node and node not in names)
 
 
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
 @pytest.mark.parametrize("from_start", [False, True])
-def test_a_prompt_is_one_graph_of_kernels_and_products(from_start: bool, gpu: Any, monkeypatch: Any) -> None:
-    model, x = small(2, 5)
+def test_a_prompt_is_one_graph_of_kernels_and_products(
+    from_start: bool, weight_dtype: str | None, gpu: Any, monkeypatch: Any
+) -> None:
+    model, x = small(2, 5, weight_dtype=weight_dtype)
     positions, cache = torch.arange(5).repeat(2, 1), model.make_cache(2, 8).layers[0]
     call = model.layers[0], x, model.rotary(positions), None, positions, cache, from_start
     with torch.inference_mode():
         (graph,) = traced(monkeypatch, *call)
     library = ["aten._scaled_dot_product_flash_attention_for_cpu.default"] if from_start else []
-    # Norm, rotation into the cache, attention, add with norm, gate.
-    kernels = [KERNEL] * (4 if from_start else 5)
+    # Norm, rotation into the cache, attention, add with norm, gate; and the weight of each product, if it is quantized.
+    kernels = [KERNEL] * ((4 if from_start else 5) + (4 if weight_dtype else 0))
     assert graph == sorted(["aten.mm.default"] * 3 + ["aten.addmm.default"] + library + kernels)
 
 
@@ -345,13 +359,16 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 16).layers[0])),
         "head": (torch.no_grad()(lambda model, x: model.head(x, model.output_weight)), (model, x)),
         "sum": (add_up, (torch.randn(3, 100),)),
+        "dequantized": (dequantized, (torch.ones(4, 8, dtype=torch.int8), torch.ones(4))),
         "choice": (lambda: (accept(state, torch.randn(2, 9), greedy=True), state.tokens), ()),
     }
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_of_few_rows_is_kernels_alone(processes: int, gpu: Any, monkeypatch: Any) -> None:
-    model, x = small(2, 1)
+@pytest.mark.parametrize(("processes", "weight_dtype"), [(1, None), (2, None), (1, "int8"), (1, "float8_e4m3fn")])
+def test_a_step_of_few_rows_is_kernels_alone(
+    processes: int, weight_dtype: str | None, gpu: Any, monkeypatch: Any
+) -> None:
+    model, x = small(2, 1, weight_dtype=weight_dtype)
     memory = shared(32 * x.shape[-1], x.dtype)
     for name in ("o_proj", "down_proj") if processes > 1 else ():
         layer: Any = model.layers[0].get_submodule(name)
@@ -359,7 +376,7 @@ def test_a_step_of_few_rows_is_kernels_alone(processes: int, gpu: Any, monkeypat
     positions, cache = torch.tensor([[3], [4]]), model.make_cache(2, 8).layers[0]
     with torch.inference_mode():
         (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
-        (head,) = traced(monkeypatch, model.head, x, model.output_weight)
+        (head,) = traced(monkeypatch, model.head, x, *weight_of(model.embed_tokens))
     # Functionalization puts what a kernel writes into the cache. Sums of two processes are kernels too.
     assert layer.count(KERNEL) == (6 if processes == 1 else 6 + 2) and head.count(KERNEL) == 1
     assert {each.partition(".")[0] for each in layer + head} <= {KERNEL, "aten"}
@@ -472,6 +489,55 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
     with torch.no_grad():
         assert few_rows(x, weight)
     assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "qkv_bias": True, "qk_norm": False}], ids=str)
+@pytest.mark.parametrize("weight_dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantized_model_is_saved_loaded_and_near_the_original(
+    weight_dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = zoo.create("llm-debug", **options).eval()
+    given = {"input_ids": ids(2, 9)}
+    bytes_before = sum(each.nbytes for each in model.parameters())
+    with torch.inference_mode():
+        exact = model(**given)
+        assert zoo.llm.quantize(model, weight_dtype) is model
+        logits = model(**given)
+        # int8 has about seven bits, float8_e4m3fn four.
+        assert (logits - exact).norm() < exact.norm() * (0.02 if weight_dtype == "int8" else 0.1)
+        assert sum(each.nbytes for each in model.parameters()) < 0.35 * bytes_before
+        zoo.llm.save(model, tmp_path, max_shard_size="30KB")
+        for again in (zoo.llm.load(tmp_path), zoo.create("llm-debug", weights=tmp_path, **options).eval()):
+            assert torch.equal(again(**given), logits) and again.config == model.config
+        low = zoo.llm.load(tmp_path, dtype=torch.bfloat16)
+        assert low(**given).dtype == torch.bfloat16
+        torch.testing.assert_close(low(**given).float(), logits, rtol=0.05, atol=0.05)
+        assert torch.equal(again.to(torch.bfloat16)(**given), low(**given))
+        zoo.compile_regions(model, backend="aot_eager")
+        with zoo.enforce_budget(model):
+            torch.testing.assert_close(model(**given), logits)
+            again = zoo.llm.load(tmp_path).generate(given["input_ids"], max_new_tokens=5)
+            assert torch.equal(model.generate(given["input_ids"], max_new_tokens=5), again)
+    with pytest.raises(ValueError, match="does not recognize this architecture"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_quantized_is_refused_and_left_as_it_was() -> None:
+    model = zoo.create("llm-debug")
+    with pytest.raises(TypeError, match=r"model is a Linear, expected a language model of the zoo"):
+        zoo.llm.quantize(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="weight_dtype is 'int4', expected one of None, 'int8', 'float8_e4m3fn'"):
+        zoo.llm.quantize(model, "int4")
+    handle = model.layers[1].o_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers\.1\.o_proj is a Linear that was changed"):
+        zoo.llm.quantize(model)
+    handle.remove()
+    assert all(type(layer.down_proj) is nn.Linear for layer in model.layers) and model.config.weight_dtype is None
+    zoo.llm.quantize(model)
+    with pytest.raises(ValueError, match="weights are int8 already"):
+        zoo.llm.quantize(model, "float8_e4m3fn")
+    with pytest.raises(ValueError, match="transformers' classes have no weight_dtype='int8'"):
+        zoo.to_upstream(model)
 
 
 @pytest.mark.parametrize("width", [4, 16, 48])

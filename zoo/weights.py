@@ -180,7 +180,8 @@ class WeightMap(Generic[Model]):
         assert self.write_config is not None
         checked = self._checked(model)
         with replacing(Path(folder), f"{self.stem}*.safetensors*") as new:
-            self.write_config(checked.config, next(model.parameters()).dtype, new)
+            dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
+            self.write_config(checked.config, dtype, new)
             write_tensors(new, self.stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
     def locate(self, preset: str, source: Any) -> Path:

@@ -16,7 +16,7 @@ from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
-from zoo.llm.convert import placements
+from zoo.llm.convert import placements, quantize
 from zoo.llm.model import PRESETS
 from zoo.training import LinearCrossEntropy, checkpoint_regions
 
@@ -27,6 +27,7 @@ TRAINING_BYTES_FORMULA = (
 # Learning rate times width, since wide models need smaller steps: 1e-4 at 2,048.
 _RATE_TIMES_WIDTH = 0.2
 CHECKPOINTED = "-checkpointed"
+QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 # Above this many tokens per row only two steps are checked: the reference takes minutes for each.
 _LONG = 16384
 # Rows of logits that the reference takes at a time.
@@ -42,6 +43,8 @@ class LlmWorkload(base.Workload):
     tokens. ``answer-BxT``: a prompt, then one more token over its cache: everything that must be compiled before a
     text is generated.
 
+    ``<model>-int8``, ``<model>-fp8``: the zoo's arms have quantized weights, upstream's those of the case's dtype.
+
     Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps only
     the layers' inputs.
     """
@@ -50,6 +53,7 @@ class LlmWorkload(base.Workload):
     models = (
         *("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "llm-debug"),
         *(name + CHECKPOINTED for name in ("llama-3.2-1b", "llama-3.2-3b", "llm-debug")),
+        *(f"{name}-{kind}" for name in ("llama-3.2-1b", "llama-3.1-8b", "llm-debug") for kind in QUANTIZED),
     )
     inputs = (
         *("decode-1x1024", "decode-8x1024", "decode-32x1024", "decode-128x1024"),
@@ -68,6 +72,8 @@ class LlmWorkload(base.Workload):
         config, given, train = _config(case), task_of(case.input), case.workload == "train"
         if case.model.endswith(CHECKPOINTED) and not train:
             return f"{case.model} is for training"
+        if quantized(case) and train:
+            return "quantized weights do not learn"
         if train and given.kind:
             return f"{case.input} is an input of inference; training takes BxT: 4x2048"
         if not train and not given.kind:
@@ -86,7 +92,12 @@ class LlmWorkload(base.Workload):
 
 
 def _config(case: Case) -> LLMConfig:
-    return PRESETS[case.model.removesuffix(CHECKPOINTED)]
+    return PRESETS[case.model.removesuffix(CHECKPOINTED).removesuffix(f"-{quantized(case)}")]
+
+
+def quantized(case: Case) -> str | None:
+    kind = case.model.rpartition("-")[2]
+    return kind if kind in QUANTIZED else None
 
 
 def memory(case: Case, config: LLMConfig, *, reference: bool) -> int:
@@ -124,6 +135,8 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
         cached = past if task.kind == "decode" else None
         return llm_arms.reference_output(config, weights, task, tokens, cached)
 
+    narrow = case.impl == "zoo" and quantized(case)
+    saved = base.parameters_of(LLM, config) * (dtype.itemsize - 1) if narrow else 0
     kept = "" if case.impl == "zoo" or task.kind == "answer" else "not "
     length = "slots" if task.kind == "decode" else "tokens"
     return base.Prepared(
@@ -133,7 +146,7 @@ def prepare(case: Case, config: LLMConfig, *, seed: int) -> base.Prepared:
         reset=step.reset,
         reference=reference,
         reference_dtype="float32",
-        bytes=llm_arms.bytes_moved(config, task, dtype.itemsize),
+        bytes=llm_arms.bytes_moved(config, task, dtype.itemsize) - saved,
         bytes_formula=llm_arms.BYTES_FORMULA,
         flops=llm_arms.flops(config, task),
         data=f"generated ({'cache half to wholly full' if task.kind == 'decode' else f'keys and values {kept}kept'})",
@@ -150,6 +163,8 @@ def _step(
     held = past if task.kind == "decode" else None
     if case.impl == "zoo":
         model = base.zoo_model(LLM, config, weights, placements(config))
+        if (kind := quantized(case)) is not None:
+            quantize(model, QUANTIZED[kind])
         return llm_arms.ZOO[task.kind](model, task, tokens, held)
     theirs = llm_arms.build(config, weights)
     if case.impl == "upstream-tuned" and task.kind == "prefill":

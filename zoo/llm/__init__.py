@@ -2,6 +2,7 @@
 
 from zoo.llm.convert import WEIGHTS
 from zoo.llm.convert import load as load
+from zoo.llm.convert import quantize as quantize
 from zoo.llm.convert import save as save
 from zoo.llm.generate import GenerationOptions as GenerationOptions
 from zoo.llm.generate import Session as Session

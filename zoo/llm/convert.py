@@ -5,6 +5,8 @@ two halves of the MLP.
 """
 
 import dataclasses
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import upstream
-from zoo.llm.model import LLM, LLMConfig, RopeScaling
+from zoo.llm.model import LLM, LLMConfig, QuantizedEmbedding, QuantizedLinear, RopeScaling
+from zoo.ops.common import is_sharded, is_unmodified
 from zoo.weights import Placement, Table, WeightMap, unsupported
 
+# The model type in the config.json of a quantized model: transformers would read the weights without their scales.
+_QUANTIZED = "regional-zoo-quantized"
 _CLASSES = {kind.lower(): f"{kind}ForCausalLM" for kind in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 # Fields of a rotary scaling, by its kind.
 _SCALINGS: dict[str, tuple[str, ...]] = {
@@ -79,17 +84,31 @@ def reset_buffers(module: Any) -> None:
 def read_config(folder: Path, **overrides: Any) -> LLMConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
     transformers = upstream("transformers")
-    theirs, generation = transformers.AutoConfig.from_pretrained(folder, local_files_only=True), None
+    told, generation, ours = json.loads((folder / "config.json").read_text()), None, {}
+    if told["model_type"] == _QUANTIZED:
+        ours["weight_dtype"] = told.pop("weight_dtype")
+        told["model_type"] = told.pop("quantized_model_type")
+        theirs = transformers.AutoConfig.for_model(**told)
+    else:
+        theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     if (folder / "generation_config.json").exists():
         generation = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return dataclasses.replace(convert_config(theirs, generation), **overrides)
+    return dataclasses.replace(convert_config(theirs, generation), **{**ours, **overrides})
 
 
 def write_config(config: LLMConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write transformers' ``config.json``."""
-    made = upstream_config(config)
+    """Write transformers' ``config.json``; of a quantized model one that transformers refuses to read."""
+    made = upstream_config(dataclasses.replace(config, weight_dtype=None))
     made.dtype = dtype
     made.save_pretrained(folder)
+    if config.weight_dtype is not None:
+        told = json.loads((folder / "config.json").read_text())
+        told |= {
+            "quantized_model_type": told["model_type"],
+            "model_type": _QUANTIZED,
+            "weight_dtype": config.weight_dtype,
+        }
+        (folder / "config.json").write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
 def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
@@ -103,7 +122,7 @@ def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
     for option, supported, why in (
         ("hidden_act", ("silu", "swish"), "the MLP is SwiGLU"),
         ("attention_dropout", (0, None), "attention has no dropout"),
-        ("quantization_config", (None,), "load the weights that were quantised instead"),
+        ("quantization_config", (None,), "load its original, and call zoo.llm.quantize(model)"),
     ):
         if (value := getattr(theirs, option, None)) not in supported:
             unsupported(whose, option, value, why)
@@ -127,6 +146,11 @@ def convert_config(theirs: Any, generation: Any = None) -> LLMConfig:
 
 def upstream_config(config: LLMConfig) -> Any:
     """The zoo's config as transformers': Qwen2 with a bias, Qwen3 with norms, Mistral with a window, else Llama."""
+    if config.weight_dtype is not None:
+        raise ValueError(
+            f"transformers' classes have no weight_dtype={config.weight_dtype!r}: convert the model before "
+            "zoo.llm.quantize, or zoo.llm.save it for zoo.llm.load"
+        )
     if config.qkv_bias and config.qk_norm:
         raise ValueError("qkv_bias and qk_norm are both True, and no class of transformers has both")
     mistral = config.sliding_window is not None or config.model_type == "mistral"
@@ -175,11 +199,53 @@ def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
 
 
+def quantize(model: LLM, weight_dtype: str = "int8") -> LLM:
+    """Store a model's weights in one byte a number, in place: those of its products and of the embedding.
+
+    Each row has a scale, so that its largest number is the dtype's largest. Products of few rows, as in decoding, read
+    the bytes themselves, about half of what bfloat16 takes; others make a copy in the model's dtype first. Norms and
+    biases stay as they are. Call it before ``compile_regions``; ``save`` and ``load`` keep the weights as they are.
+
+    Args:
+        model: A language model of the zoo, with its weights loaded.
+        weight_dtype: ``"int8"``, or ``"float8_e4m3fn"``, which rounds small numbers less and large ones more.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If the model is not a language model of the zoo.
+        ValueError: If ``weight_dtype`` is another one, the model is quantized already, or a linear layer has hooks, was
+            replaced or is a part of tensor parallelism.
+    """
+    if not isinstance(model, LLM):
+        raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo (zoo.llm.LLM)")
+    if model.config.weight_dtype is not None:
+        raise ValueError(f"the model's weights are {model.config.weight_dtype} already; quantize the original")
+    config = dataclasses.replace(model.config, weight_dtype=weight_dtype)
+    linear = re.compile(r"layers\.\d+\.\w+_proj|lm_head")
+    found = {name: each for name, each in model.named_modules() if linear.fullmatch(name)}
+    for name, each in found.items():
+        if not is_unmodified(each) or is_sharded(each.weight) or type(each.weight) is not nn.Parameter:
+            raise ValueError(f"{name} is a {type(each).__name__} that was changed; quantize the model before that")
+    dtype = getattr(torch, weight_dtype)
+    for name, each in {**found, "embed_tokens": model.embed_tokens}.items():
+        made = QuantizedEmbedding if name == "embed_tokens" else QuantizedLinear
+        with torch.device("meta"):
+            new = made(each.weight.shape[1], each.weight.shape[0], False, dtype)
+        new.bias = getattr(each, "bias", None)
+        new.set_weight(each.weight)
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, new.train(each.training))
+    model.config = config
+    return model
+
+
+_OF_FOLDER = ("pad_token_id", "bos_token_id", "eos_token_id", "weight_dtype")
 WEIGHTS = WeightMap(
     name="llm", noun="a language model", classes=(LLM,), table=table, config_of=config_of, skeleton=skeleton,
     finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
-    use_fields=("max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "model_type"),
-    folder_fields=("pad_token_id", "bos_token_id", "eos_token_id"),
+    use_fields=("max_position_embeddings", *_OF_FOLDER, "model_type"), folder_fields=_OF_FOLDER,
 )  # fmt: skip
 placements = WEIGHTS.placements
 load = WEIGHTS.load

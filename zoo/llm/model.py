@@ -19,6 +19,7 @@ and value heads, D width of a head, S slots of the cache, P positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,15 @@ from zoo import validate
 from zoo.engine.region import Region
 from zoo.llm.generate import GenerationOptions, Prompts, Session, prompt_rows
 from zoo.ops.attention import (
+    Weight,
     attend,
     decode_attention,
     decode_layer,
+    dequantized,
     few_rows,
     heads_fit,
     norm_linear,
+    quantize,
     rotate_into,
     split_rotated,
 )
@@ -71,6 +75,9 @@ class RopeScaling:
             raise ValueError(f"kind 'llama3' needs low < high and an original length, but they are {bounds}")
 
 
+WEIGHT_DTYPES = ("int8", "float8_e4m3fn")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LLMConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU.
@@ -86,6 +93,8 @@ class LLMConfig:
         sliding_window: A token sees this many last tokens, including itself; None for all.
         pad_token_id: The token that fills ended rows in ``generate``. Its embedding gets no gradient.
         eos_token_id: Tokens that end a text, unless ``generate`` gets others.
+        weight_dtype: Of the products' weights and the embedding, which then have a scale a row: ``"int8"`` or
+            ``"float8_e4m3fn"``, as by ``quantize``; None for the model's own dtype.
         model_type: ``"mistral"`` converts a model without a window to transformers' Mistral; None lets the options
             decide.
     """
@@ -108,6 +117,7 @@ class LLMConfig:
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
+    weight_dtype: str | None = None
     model_type: str | None = None
 
     def __post_init__(self) -> None:
@@ -117,6 +127,7 @@ class LLMConfig:
         validate.divides(self, "num_key_value_heads", "num_attention_heads")
         validate.positive_number(self, "rope_theta", "rms_norm_eps")
         validate.optional_index(self, "pad_token_id", "vocab_size")
+        validate.one_of(self, "weight_dtype", (None, *WEIGHT_DTYPES))
         validate.one_of(self, "model_type", (None, "mistral"))
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, but rotary embeddings turn pairs: it must be even")
@@ -222,6 +233,69 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class QuantizedLinear(nn.Module):
+    """``nn.Linear`` with a weight [N, C] of one byte a number, and a scale [N] of its rows. The weight does not learn.
+
+    Numbers of float8 are stored by their bits, as uint8: ``model.to(dtype)`` would round them.
+    """
+
+    def __init__(self, columns: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
+        self.set_weight(torch.randn(rows, columns) * 0.02)
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Quantize a weight [N, C]."""
+        numbers, scale = quantize(weight.detach(), self.dtype)
+        numbers = numbers if self.dtype == torch.int8 else numbers.view(torch.uint8)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        rows, columns = self.weight.shape
+        return f"in_features={columns}, out_features={rows}, bias={self.bias is not None}, {self.dtype}"
+
+    @property
+    def numbers(self) -> Tensor:
+        """The weight in its dtype."""
+        return self.weight if self.dtype == torch.int8 else self.weight.view(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., C] -> [..., N]."""
+        return F.linear(x, dense_weight(self), self.bias)
+
+
+class QuantizedEmbedding(QuantizedLinear):
+    """``nn.Embedding`` with such a weight, which can also be that of the output product."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [B, T] -> [B, T, C]."""
+        rows = self.weight[ids]
+        rows = rows if self.dtype == torch.int8 else rows.view(self.dtype)
+        return (rows.float() * self.weight_scale[ids].float()[..., None]).to(self.weight_scale.dtype)
+
+
+def weight_of(product: Any) -> Weight:
+    """The weight [N, C] of a linear layer or embedding, and its scale [N] if it is quantized."""
+    if isinstance(product, QuantizedLinear):
+        return product.numbers, product.weight_scale
+    return product.weight, None
+
+
+def dense_weight(product: Any) -> Tensor:
+    """The weight [N, C] of a linear layer or embedding in the model's dtype, computed if it is quantized."""
+    weight, scale = weight_of(product)
+    return weight if scale is None else dequantized(weight, scale)
+
+
+def _linear_class(config: LLMConfig) -> Callable[..., Any]:
+    if config.weight_dtype is None:
+        return nn.Linear
+    return functools.partial(QuantizedLinear, dtype=getattr(torch, config.weight_dtype))
+
+
 class LLMLayer(nn.Module):
     """Attention and MLP, each with a norm before it and a residual add after it."""
 
@@ -231,13 +305,14 @@ class LLMLayer(nn.Module):
         self.heads, self.key_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
         self.window = config.sliding_window
         self.input_layernorm = RMSNorm(width, eps)
-        self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
+        linear = _linear_class(config)
+        self.qkv_proj = linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
         self.q_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
-        self.o_proj = nn.Linear(self.heads * head_dim, width, bias=False)
+        self.o_proj = linear(self.heads * head_dim, width, bias=False)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_up_proj = linear(width, 2 * inner, bias=False)
+        self.down_proj = linear(inner, width, bias=False)
 
     def forward(
         self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
@@ -293,10 +368,11 @@ class LLMLayer(nn.Module):
         products = self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj
         norms = self.input_layernorm, self.post_attention_layernorm, self.q_norm, self.k_norm
         expected: list[tuple[nn.Module, type[nn.Module]]] = [(norm, RMSNorm) for norm in norms if norm is not None]
-        expected += [(each, type(each) if hasattr(each, "split_over") else nn.Linear) for each in products]
+        ours = [hasattr(each, "split_over") or isinstance(each, QuantizedLinear) for each in products]
+        expected += [(each, type(each) if own else nn.Linear) for each, own in zip(products, ours, strict=True)]
         unmodified = all(is_unmodified(module, cls) for module, cls in expected)
         fits = heads_fit(cache.shape[-1]) and kernels_run(cache)
-        return unmodified and fits and few_rows(x, *(product.weight for product in products))
+        return unmodified and fits and few_rows(x, *(getattr(each, "weight_scale", each.weight) for each in products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token per row, for few rows: x [B, C] -> [B, C]."""
@@ -304,9 +380,9 @@ class LLMLayer(nn.Module):
         q_norm, k_norm = (None if each is None else each.weight for each in (self.q_norm, self.k_norm))
         add_parts, first = getattr(self.o_proj, "add_parts", None), getattr(self.o_proj, "is_first", True)
         return decode_layer(
-            x, cache, positions, rotary, norm.weight, qkv.weight, qkv.bias, q_norm, k_norm, self.o_proj.weight,
-            norm_after.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps, self.heads, self.window,
-            add_parts, first,
+            x, cache, positions, rotary, norm.weight, weight_of(qkv), qkv.bias, q_norm, k_norm, weight_of(self.o_proj),
+            norm_after.weight, weight_of(self.gate_up_proj), weight_of(self.down_proj), norm.eps, self.heads,
+            self.window, add_parts, first,
         )  # fmt: skip
 
 
@@ -317,14 +393,18 @@ class LLMHead(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """X [B, L, C], weight [V, C] -> logits [B, L, V]; without a weight -> normed x [B, L, C]."""
+    def forward(self, x: Tensor, weight: Tensor | None, scale: Tensor | None = None) -> Tensor:
+        """X [B, L, C], weight [V, C] -> logits [B, L, V]; without a weight -> normed x [B, L, C].
+
+        ``scale`` [V] is that of the rows of a quantized weight.
+        """
         norm = self.norm
         if weight is None:
             return norm(x)
-        if x.shape[1] == 1 and is_unmodified(norm, RMSNorm) and few_rows(x[:, 0], norm.weight, weight):
-            return norm_linear(x[:, 0], norm.weight, norm.eps, weight)[:, None]
-        return F.linear(norm(x), weight)
+        one = x.shape[1] == 1 and is_unmodified(norm, RMSNorm)
+        if one and few_rows(x[:, 0], norm.weight, weight if scale is None else scale):
+            return norm_linear(x[:, 0], norm.weight, norm.eps, (weight, scale))[:, None]
+        return F.linear(norm(x), weight if scale is None else dequantized(weight, scale))
 
 
 def attend_tokens(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -348,11 +428,12 @@ def _add_norm(x: Tensor, added: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 
 def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     """X [B, T, C] plus a linear layer of hidden [B, T, I], as one product if that gives the same numbers."""
-    fusible = is_unmodified(linear) and linear.bias is None and not hasattr(linear.weight, "__tensor_flatten__")
-    if not fusible or torch.is_autocast_enabled(x.device.type) or not x.dtype == hidden.dtype == linear.weight.dtype:
+    fusible = (is_unmodified(linear) or is_unmodified(linear, QuantizedLinear)) and linear.bias is None
+    weight = dense_weight(linear) if fusible and not torch.is_autocast_enabled(x.device.type) else None
+    if weight is None or hasattr(weight, "__tensor_flatten__") or not x.dtype == hidden.dtype == weight.dtype:
         return x + linear(hidden)  # type: ignore[no-any-return]
     # Inductor fuses an add after a product only if both have two dimensions.
-    return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), linear.weight.t()).view_as(x)  # type: ignore[operator]
+    return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), weight.t()).view_as(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -406,12 +487,15 @@ class LLM(nn.Module):
         super().__init__()
         self.config = config
         words, width = config.vocab_size, config.hidden_size
-        self.embed_tokens = nn.Embedding(words, width, padding_idx=config.pad_token_id)
+        linear = _linear_class(config)
+        self.embed_tokens: Any = nn.Embedding(words, width, padding_idx=config.pad_token_id)
+        if config.weight_dtype is not None:
+            self.embed_tokens = QuantizedEmbedding(width, words, False, getattr(torch, config.weight_dtype))
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
         # Tied weights exist once: forward passes the embedding's weight to the head.
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(width, words, bias=False)
+        self.lm_head: Any = None if config.tie_word_embeddings else linear(width, words, bias=False)
         self.apply(initialise)
 
     def forward(
@@ -437,7 +521,7 @@ class LLM(nn.Module):
         """
         _check_inputs(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
         x = self._run_layers(input_ids, attention_mask, position_ids, cache)
-        return self.head(_select_positions(x, logits_to_keep), self.output_weight)
+        return self.head(_select_positions(x, logits_to_keep), *weight_of(self.lm_head or self.embed_tokens))
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -461,8 +545,8 @@ class LLM(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Weights of the output product, [V, C]: the embedding's if tied."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """Weights of the output product, [V, C]: the embedding's if tied. Those of a quantized model are a copy."""
+        return dense_weight(self.lm_head or self.embed_tokens)
 
     def generate(
         self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
@@ -502,7 +586,7 @@ class LLM(nn.Module):
 
         Raises ValueError if a size is not positive or ``slots`` exceeds ``max_position_embeddings``.
         """
-        config, weight = self.config, self.embed_tokens.weight
+        config, weight = self.config, self.head.norm.weight
         validate.count("batch", batch)
         validate.count("slots", slots)
         if slots > config.max_position_embeddings:
@@ -598,7 +682,7 @@ def _check_inputs(
 def _check_cache(cache: KVCache, model: LLM, input_ids: Tensor, from_zero: bool) -> None:
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is a {type(cache).__name__}, expected a KVCache from model.make_cache(batch, slots)")
-    config, weight = model.config, model.embed_tokens.weight
+    config, weight = model.config, model.head.norm.weight
     batch, tokens = input_ids.shape
     dtype = compute_dtype(weight)
     _, _, heads, _, width = cache.layers[0].shape

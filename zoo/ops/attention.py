@@ -7,7 +7,7 @@ head, M rows of features, C columns, N rows of a weight.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,8 @@ def rotate_into(
     return query
 
 
+# A weight [N, C], and the scale [N] of its rows if it is quantized.
+Weight: TypeAlias = tuple[Tensor, Tensor | None]
 # With more rows the vendor library's matrix product reads weights as fast.
 MOST_ROWS = 4
 
@@ -137,9 +139,9 @@ def few_rows(x: Tensor, *weights: Tensor) -> bool:
 
 
 def decode_layer(
-    x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv_weight: Tensor,
-    qkv_bias: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None, o_weight: Tensor, norm_after: Tensor,
-    gate_up_weight: Tensor, down_weight: Tensor, eps: float, heads: int, window: int | None,
+    x: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, norm: Tensor, qkv: Weight, qkv_bias: Tensor | None,
+    q_norm: Tensor | None, k_norm: Tensor | None, o: Weight, norm_after: Tensor, gate_up: Weight, down: Weight,
+    eps: float, heads: int, window: int | None,
     add_parts: Callable[[Tensor], Tensor] | None = None, first: bool = True,
 ) -> Tensor:  # fmt: skip
     """A decoder layer for one new token per row, in Triton kernels: x [M, C] -> [M, C]. ``zoo.llm.LLMLayer`` calls it.
@@ -152,15 +154,34 @@ def decode_layer(
     sines. If a layer is split over processes, ``add_parts`` sums their parts; the first part includes the residual.
     """
     linear = kernels.decode.linear
-    qkv = linear(x, qkv_weight, norm, eps, qkv_bias)
-    mixed = kernels.decode.decode_attention(qkv, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
-    x = linear(mixed, o_weight, residual=x if first else None)
+    heads_of_all = linear(x, qkv[0], norm, eps, qkv_bias, scale=qkv[1])
+    mixed = kernels.decode.decode_attention(heads_of_all, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+    x = linear(mixed, o[0], residual=x if first else None, scale=o[1])
     x = x if add_parts is None else add_parts(x)
-    hidden = linear(x, gate_up_weight, norm_after, eps, gated=True)
-    x = linear(hidden, down_weight, residual=x if first else None)
+    hidden = linear(x, gate_up[0], norm_after, eps, gated=True, scale=gate_up[1])
+    x = linear(hidden, down[0], residual=x if first else None, scale=down[1])
     return x if add_parts is None else add_parts(x)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """RMS norm of x [M, C], times weight [N, C]: [M, N]."""
-    return kernels.decode.linear(x, weight, norm, eps)
+    return kernels.decode.linear(x, weight[0], norm, eps, scale=weight[1])
+
+
+def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A weight [N, C] in int8 or float8_e4m3fn, and the scale [N] of its rows in the weight's dtype.
+
+    The scale is rounded first, so that its rounding costs no accuracy.
+    """
+    most = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = (weight.abs().amax(1).float() / most).to(weight.dtype)
+    scale = torch.where(scale == 0, 1, scale)
+    numbers = (weight.float() / scale.float()[:, None]).clamp(-most, most)
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scale
+
+
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """What ``quantize`` rounded: [N, C] in the dtype of the scale."""
+    if kernels_run(scale):
+        return kernels.decode.dequantized(weight, scale)
+    return (weight.float() * scale.float()[:, None]).to(scale.dtype)

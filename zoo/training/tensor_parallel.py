@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from zoo.bert import BertLayer
 from zoo.llm import LLM, LLMLayer
-from zoo.llm.model import RMSNorm
+from zoo.llm.model import QuantizedLinear, RMSNorm
 from zoo.ops import triton as kernels
 from zoo.ops.common import KERNEL_DTYPES, ceil_div, kernels_run, to_local, triton_runs_on
 from zoo.ops.transformer import rms_norm
@@ -44,6 +44,10 @@ def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
     splits: list[BlockSplit] = []
     for name, block in model.named_modules():
         if type(block) is LLMLayer:
+            if isinstance(block.qkv_proj, QuantizedLinear):
+                raise ValueError(
+                    f"{name} has quantized weights, which tp={ways} does not split: take the original model"
+                )
             width, inner = block.head_dim, block.gate_up_proj.out_features // 2
             sizes = {"heads": block.heads, "key_heads": block.key_heads, "intermediate_size": inner}
             q, k = block.heads * width, block.key_heads * width

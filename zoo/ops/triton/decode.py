@@ -208,7 +208,7 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
 
 @kernel
 def _linear(
-    x, norm, weight, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    x, norm, weight, scale, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -222,8 +222,12 @@ def _linear(
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
         result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
+        if scale is not None:
+            result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
         if GATED:
             up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
+            if scale is not None:
+                up *= tl.load(scale + N + row, mask=live, other=0.0).to(tl.float32)
             result = result * tl.sigmoid(result) * up
         if bias is not None:
             result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
@@ -241,12 +245,12 @@ THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 def linear(
     x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, gated: bool = False,
+    residual: Tensor | None = None, gated: bool = False, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Product of x [M, C], RMS-normed if ``norm`` is given, and weight [N, C], plus bias [N] and residual [M, N].
 
     Bias and residual are optional; the result is [M, N]. ``gated`` takes a weight [2 N, C], and returns SiLU of the
-    first half times the second.
+    first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by.
     """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
@@ -256,9 +260,26 @@ def linear(
     rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
     warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
     _linear[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), bias, None if residual is None else residual.contiguous(), out, eps,
+        x, norm, weight.contiguous(), scale, bias, None if residual is None else residual.contiguous(), out, eps,
         M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, num_warps=warps, **overlap_on(x.device),
     )  # fmt: skip
+    return out
+
+
+@kernel
+def _dequantize(weight, scale, out, C: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(weight + row * C + column, mask=column < C, other=0.0).to(tl.float32)
+    value *= tl.load(scale + row).to(tl.float32)
+    tl.store(out + row * C + column, value.to(out.dtype.element_ty), mask=column < C)
+
+
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """Weight [N, C] times scale [N] of its rows, in the dtype of the scale."""
+    rows, columns = weight.shape
+    out = scale.new_empty(rows, columns)
+    _dequantize[(rows, ceil_div(columns, 2048))](weight, scale, out, C=columns, BLOCK=2048, num_warps=4)
     return out
 
 
