@@ -316,7 +316,9 @@ def artifacts(sizes: dict[str, int], folder: Path, *, learns: bool = True) -> No
     def losses(load: bool) -> list[Any]:
         one = build("llm-debug").requires_grad_(learns)
         steps = batches(one, 0)[:3]
-        model = parallelize(one if learns else one.eval(), mesh_of(sizes))
+        with torch.inference_mode():
+            whole = [one.eval()(**batch) for batch in steps]
+        model = parallelize(one.train(learns), mesh_of(sizes))
         inner = getattr(model, "module", model)
         if load:
             zoo.load_compiled(inner, path, strict=True)
@@ -326,6 +328,8 @@ def artifacts(sizes: dict[str, int], folder: Path, *, learns: bool = True) -> No
         else:
             with torch.inference_mode():
                 found = [model(**batch) for batch in steps]
+            assert inner.split_logits is not None
+            torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
         if dist.get_rank() == 0 and not load:
             assert not zoo.save_compiled(inner, path).skipped
         dist.barrier()

@@ -496,6 +496,8 @@ class LLM(nn.Module):
         self.head = LLMHead(config)
         # Tied weights exist once: forward passes the embedding's weight to the head.
         self.lm_head: Any = None if config.tie_word_embeddings else linear(width, words, bias=False)
+        # Set by tensor parallelism: what computes logits from the head, its input and the weight.
+        self.split_logits: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.apply(initialise)
 
     def forward(
@@ -521,7 +523,10 @@ class LLM(nn.Module):
         """
         _check_inputs(self, input_ids, attention_mask, position_ids, cache, logits_to_keep)
         x = self._run_layers(input_ids, attention_mask, position_ids, cache)
-        return self.head(_select_positions(x, logits_to_keep), *weight_of(self.lm_head or self.embed_tokens))
+        x, (weight, scale) = _select_positions(x, logits_to_keep), weight_of(self.lm_head or self.embed_tokens)
+        if self.split_logits is not None and not torch.is_grad_enabled():
+            return self.split_logits(self.head, x, weight)
+        return self.head(x, weight, scale)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
