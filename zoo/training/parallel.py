@@ -41,7 +41,8 @@ def parallelize(
        part of the MLP; embeddings, norms and output products are not split. Other models need ``plan``. For inference
        call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the host needs
        less time for each call than with DTensors. GPUs of one host that reach each other's memory then add up few rows
-       in one kernel, and others by the group's all-reduce. Call such a model in one stream.
+       in one kernel, and others by the group's all-reduce; each process computes its part of the vocabulary's logits.
+       Call such a model in one stream.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
