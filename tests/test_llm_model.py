@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import zoo
 from tests import fake_gpu
@@ -513,25 +513,41 @@ def test_a_quantized_model_is_saved_loaded_and_near_the_original(
         assert low(**given).dtype == torch.bfloat16
         torch.testing.assert_close(low(**given).float(), logits, rtol=0.05, atol=0.05)
         assert torch.equal(again.to(torch.bfloat16)(**given), low(**given))
-        zoo.compile_regions(model, backend="aot_eager")
-        with zoo.enforce_budget(model):
-            torch.testing.assert_close(model(**given), logits)
-            again = zoo.llm.load(tmp_path).generate(given["input_ids"], max_new_tokens=5)
-            assert torch.equal(model.generate(given["input_ids"], max_new_tokens=5), again)
+    zoo.compile_regions(model, backend="aot_eager")
+    with zoo.enforce_budget(model):  # with gradients on, which nothing has
+        torch.testing.assert_close(model(**given), logits)
+        again = zoo.llm.load(tmp_path).generate(given["input_ids"], max_new_tokens=5)
+        assert torch.equal(model.generate(given["input_ids"], max_new_tokens=5), again)
     with pytest.raises(ValueError, match="does not recognize this architecture"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        LlamaForCausalLM.from_pretrained(tmp_path)
+    other = "float8_e4m3fn" if weight_dtype == "int8" else "int8"
+    for wrong in (other, None):
+        with pytest.raises(ValueError, match=f"weight_dtype|for torch.{other}"):
+            zoo.llm.load(tmp_path, weight_dtype=wrong)
 
 
-def test_what_cannot_be_quantized_is_refused_and_left_as_it_was() -> None:
+def test_what_cannot_be_quantized_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     model = zoo.create("llm-debug")
     with pytest.raises(TypeError, match=r"model is a Linear, expected a language model of the zoo"):
         zoo.llm.quantize(nn.Linear(2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="weight_dtype is 'int4', expected one of None, 'int8', 'float8_e4m3fn'"):
+    with pytest.raises(ValueError, match="weight_dtype is 'int4', expected 'int8' or 'float8_e4m3fn'"):
         zoo.llm.quantize(model, "int4")
-    handle = model.layers[1].o_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers\.1\.o_proj is a Linear that was changed"):
+    for name in ("layers.1.o_proj", "embed_tokens"):
+        handle = model.get_submodule(name).register_forward_hook(lambda *_: None)
+        with pytest.raises(ValueError, match=f"{re.escape(name)} is a .* that was changed"):
+            zoo.llm.quantize(model)
+        handle.remove()
+    zoo.compile_regions(model)
+    with pytest.raises(ValueError, match=r"compiled or captured: .* call zoo\.uncompile\(model\) first"):
         zoo.llm.quantize(model)
-    handle.remove()
+    zoo.uncompile(model)
+    zoo.llm.save(model, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"weight_dtype is 'int8', but the weights are not quantized: .* zoo\.llm\.quantize"
+    ):
+        zoo.llm.load(tmp_path, weight_dtype="int8")
     assert all(type(layer.down_proj) is nn.Linear for layer in model.layers) and model.config.weight_dtype is None
     zoo.llm.quantize(model)
     with pytest.raises(ValueError, match="weights are int8 already"):
@@ -783,6 +799,9 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ),
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
+        ({"temperature": 1e-40}, ValueError, "temperature is 1e-40, expected 0 for greedy, or a number from 1e-6"),
+        ({"eos": 2.0}, ValueError, "eos is 2.0, expected token ids"),
+        ({"buckets": 16}, ValueError, "buckets is 16, expected a list"),
         ({"top_k": 0}, ValueError, "top_k is 0"),
         ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
         ({"top_p": 1.1}, ValueError, "top_p is 1.1"),

@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_INDEXES = ("model.safetensors.index.json", "diffusion_pytorch_model.safetensors.index.json")
-_WHOLE = ("model.safetensors", "diffusion_pytorch_model.safetensors", "model.pt", "model.pth", "pytorch_model.bin")
+# The files of quantized weights.
+QUANTIZED = "quantized"
+_STEMS = ("model", "diffusion_pytorch_model", QUANTIZED)
+_INDEXES = tuple(f"{stem}.safetensors.index.json" for stem in _STEMS)
+_WHOLE = (*(f"{stem}.safetensors" for stem in _STEMS), "model.pt", "model.pth", "pytorch_model.bin")
 
 # The extra of this package that installs a library, where their names differ.
 _EXTRAS = {"huggingface_hub": "hf", "torch_geometric": "gnn", "torchvision": "vision", "transformers": "hf"}

@@ -16,7 +16,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zoo.files import locate, read_tensors, replacing, write_tensors
+from zoo.files import QUANTIZED, locate, read_tensors, replacing, write_tensors
 from zoo.validate import warn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -179,10 +179,12 @@ class WeightMap(Generic[Model]):
         """
         assert self.write_config is not None
         checked = self._checked(model)
-        with replacing(Path(folder), f"{self.stem}*.safetensors*") as new:
+        # Where the upstream library looks for its weights it would read quantized ones without their scales.
+        stem = QUANTIZED if getattr(checked.config, "weight_dtype", None) else self.stem
+        with replacing(Path(folder), f"{self.stem}*.safetensors*", f"{QUANTIZED}*.safetensors*") as new:
             dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
             self.write_config(checked.config, dtype, new)
-            write_tensors(new, self.stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
+            write_tensors(new, stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
     def locate(self, preset: str, source: Any) -> Path:
         """The file or folder that a user's ``weights`` mean; FileNotFoundError if a path does not exist."""
@@ -300,7 +302,7 @@ def check_finite(model: nn.Module, source: str) -> None:
 
 def check_dtype(dtype: Any) -> None:
     """ValueError unless parameters can be of this dtype; None leaves theirs as it is."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ValueError(f"dtype is {dtype!r}, but parameters need a floating-point torch.dtype, as torch.bfloat16")
 
 

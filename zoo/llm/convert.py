@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.engine.call import outermost_call
 from zoo.files import upstream
-from zoo.llm.model import LLM, LLMConfig, QuantizedEmbedding, QuantizedLinear, RopeScaling
+from zoo.llm.model import LLM, WEIGHT_DTYPES, LLMConfig, QuantizedEmbedding, QuantizedLinear, RopeScaling
 from zoo.ops.common import is_sharded, is_unmodified
 from zoo.weights import Placement, Table, WeightMap, unsupported
 
@@ -195,7 +196,17 @@ def _window(kind: str, theirs: Any) -> int | None:
 
 
 def adapt(tensors: Mapping[str, Tensor], config: LLMConfig, source: str) -> dict[str, Tensor]:
-    """A checkpoint's tensors without the rotary frequencies of old releases; the config determines these."""
+    """A checkpoint's tensors without the rotary frequencies of old releases; the config determines these.
+
+    ValueError if the config says that weights are quantized and they are not, or the other way round.
+    """
+    scaled = any(key.endswith(".weight_scale") for key in tensors)
+    if scaled != (config.weight_dtype is not None):
+        held = "quantized" if scaled else "not quantized"
+        raise ValueError(
+            f"{source}: weight_dtype is {config.weight_dtype!r}, but the weights are {held}: load them as they are, "
+            "and call zoo.llm.quantize(model) on the original"
+        )
     return {key: tensor for key, tensor in tensors.items() if not key.endswith("rotary_emb.inv_freq")}
 
 
@@ -204,7 +215,7 @@ def quantize(model: LLM, weight_dtype: str = "int8") -> LLM:
 
     Each row has a scale, so that its largest number is the dtype's largest. Products of few rows, as in decoding, read
     the bytes themselves, about half of what bfloat16 takes; others make a copy in the model's dtype first. Norms and
-    biases stay as they are. Call it before ``compile_regions``; ``save`` and ``load`` keep the weights as they are.
+    biases stay as they are, and nothing learns any more. ``save`` and ``load`` keep the weights as they are.
 
     Args:
         model: A language model of the zoo, with its weights loaded.
@@ -215,21 +226,25 @@ def quantize(model: LLM, weight_dtype: str = "int8") -> LLM:
 
     Raises:
         TypeError: If the model is not a language model of the zoo.
-        ValueError: If ``weight_dtype`` is another one, the model is quantized already, or a linear layer has hooks, was
-            replaced or is a part of tensor parallelism.
+        ValueError: If ``weight_dtype`` is another one, the model is quantized already, compiled or captured, or one of
+            these modules has hooks, was replaced or is sharded.
     """
     if not isinstance(model, LLM):
         raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo (zoo.llm.LLM)")
+    if weight_dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"weight_dtype is {weight_dtype!r}, expected {' or '.join(map(repr, WEIGHT_DTYPES))}")
     if model.config.weight_dtype is not None:
         raise ValueError(f"the model's weights are {model.config.weight_dtype} already; quantize the original")
-    config = dataclasses.replace(model.config, weight_dtype=weight_dtype)
-    linear = re.compile(r"layers\.\d+\.\w+_proj|lm_head")
-    found = {name: each for name, each in model.named_modules() if linear.fullmatch(name)}
+    if any(outermost_call(each) is not None for each in model.modules()):
+        raise ValueError("the model is compiled or captured: quantize it before, or call zoo.uncompile(model) first")
+    products = re.compile(r"layers\.\d+\.\w+_proj|lm_head|embed_tokens")
+    found = {name: each for name, each in model.named_modules() if products.fullmatch(name)}
     for name, each in found.items():
-        if not is_unmodified(each) or is_sharded(each.weight) or type(each.weight) is not nn.Parameter:
+        plain = is_unmodified(each, nn.Embedding if name == "embed_tokens" else nn.Linear)
+        if not plain or is_sharded(each.weight) or type(each.weight) is not nn.Parameter:
             raise ValueError(f"{name} is a {type(each).__name__} that was changed; quantize the model before that")
     dtype = getattr(torch, weight_dtype)
-    for name, each in {**found, "embed_tokens": model.embed_tokens}.items():
+    for name, each in found.items():
         made = QuantizedEmbedding if name == "embed_tokens" else QuantizedLinear
         with torch.device("meta"):
             new = made(each.weight.shape[1], each.weight.shape[0], False, dtype)
@@ -237,8 +252,8 @@ def quantize(model: LLM, weight_dtype: str = "int8") -> LLM:
         new.set_weight(each.weight)
         owner, _, last = name.rpartition(".")
         setattr(model.get_submodule(owner), last, new.train(each.training))
-    model.config = config
-    return model
+    model.config = dataclasses.replace(model.config, weight_dtype=weight_dtype)
+    return model.requires_grad_(False)
 
 
 _OF_FOLDER = ("pad_token_id", "bos_token_id", "eos_token_id", "weight_dtype")

@@ -7,7 +7,6 @@ Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -58,8 +57,12 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         validate.positive(self, "max_new_tokens", "stride")
         validate.positive(self, "top_k", or_none=True)
-        if not (isinstance(self.temperature, (int, float)) and 0 <= self.temperature < math.inf):
-            raise ValueError(f"temperature is {self.temperature!r}, expected 0 for greedy or a positive number")
+        if not (
+            isinstance(self.temperature, (int, float)) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)
+        ):
+            raise ValueError(
+                f"temperature is {self.temperature!r}, expected 0 for greedy, or a number from 1e-6 to 1e6"
+            )
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
         if self.seed is not None:
@@ -83,12 +86,14 @@ class GenerationOptions:
     def end_tokens(self, config: LLMConfig) -> tuple[int, ...]:
         """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
-        ends = config.eos_token_id if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        ends: tuple[Any, ...] = (
+            config.eos_token_id if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
+        )
         if not all(validate.is_count(end, least=0) and end < vocab_size for end in ends):
             raise ValueError(f"eos is {eos!r}, expected token ids, 0 to {vocab_size - 1}, or () to never stop")
         if len(ends) > MOST_ENDS:
             raise ValueError(f"eos has {len(ends)} tokens, and a step compares with {MOST_ENDS} at most")
-        return ends
+        return tuple(ends)
 
 
 class Session:
@@ -114,9 +119,10 @@ class Session:
     ) -> None:  # fmt: skip
         if not hasattr(model, "make_cache"):
             raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
-        self.buckets = BUCKETS if buckets is None else tuple(sorted(set(buckets)))
-        if not self.buckets or not all(map(validate.is_count, self.buckets)):
-            raise ValueError(f"buckets is {buckets!r}, expected positive lengths")
+        lengths = BUCKETS if buckets is None else buckets
+        if not isinstance(lengths, Sequence) or not lengths or not all(map(validate.is_count, lengths)):
+            raise ValueError(f"buckets is {buckets!r}, expected a list of positive lengths")
+        self.buckets = tuple(sorted(set(lengths)))
         self.model, self.cache = model, model.make_cache(batch, slots)
         self.state = DecodeState(batch, slots, self.cache.device)
         self.captures = self.cache.device.type == "cuda" if cuda_graph is None else cuda_graph
@@ -326,7 +332,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
     mass = weights.cumsum(-1)
     place = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
     # Rounding could select a place after the last token with a weight.
-    place = torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1)
+    place = torch.minimum(place, ((weights > 0).sum(-1, keepdim=True) - 1).clamp(min=0))  # NaN has no weight
     return order.gather(-1, place).squeeze(-1)
 
 

@@ -47,7 +47,7 @@ from zoo.ops.attention import (
 )
 from zoo.ops.common import compute_dtype, is_unmodified, kernels_run
 from zoo.ops.transformer import add_rms_norm, rms_norm, swiglu
-from zoo.weights import initialise
+from zoo.weights import check_dtype, initialise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +247,20 @@ class QuantizedLinear(nn.Module):
 
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [N, C]."""
-        numbers, scale = quantize(weight.detach(), self.dtype)
-        numbers = numbers if self.dtype == torch.int8 else numbers.view(torch.uint8)
-        self.weight = nn.Parameter(numbers, requires_grad=False)
-        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        with torch.inference_mode(False), torch.no_grad():  # a model outlives the mode that it was made in
+            numbers, scale = quantize(weight.detach().clone() if weight.is_inference() else weight, self.dtype)
+            numbers = numbers if self.dtype == torch.int8 else numbers.view(torch.uint8)
+            self.weight = nn.Parameter(numbers, requires_grad=False)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        given = state.get(f"{prefix}weight")
+        if given is not None and given.dtype != self.weight.dtype:
+            raise ValueError(
+                f"{prefix}weight is {given.dtype}, expected {self.weight.dtype} for {self.dtype}: it was quantized to "
+                "another weight_dtype, or not by zoo.llm.quantize"
+            )
+        super()._load_from_state_dict(state, prefix, *rest)
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
@@ -499,6 +509,8 @@ class LLM(nn.Module):
         # Set by tensor parallelism: what computes logits from the head, its input and the weight.
         self.split_logits: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.apply(initialise)
+        if config.weight_dtype is not None:
+            self.requires_grad_(False)  # norms that learn would give all layers but the first an input that does
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
@@ -513,7 +525,8 @@ class LLM(nn.Module):
             input_ids: [B, T] integers.
             attention_mask: [B, T], 0 for padding, on either side; not with a cache.
             position_ids: [B, T] or [1, T] int64, each below ``max_position_embeddings`` and the cache's slots. The
-                default, 0 to T - 1, is the fastest way to start a prompt.
+                default, 0 to T - 1, is the fastest way to start a prompt. Positions that begin again do not separate
+                texts.
             cache: From ``make_cache``; needs ``no_grad`` or ``inference_mode``.
             logits_to_keep: Positions that get logits: 0 for all, n for the last n, a tensor of indices [L] for the
                 same in all rows (all three as in transformers), or [B, L] per row.
@@ -598,6 +611,7 @@ class LLM(nn.Module):
             raise ValueError(f"slots is {slots}, but the model has {config.max_position_embeddings} positions")
         shape = (2, batch, config.num_key_value_heads, slots, config.head_dim)
         dtype = dtype or compute_dtype(weight)
+        check_dtype(dtype)
         # Regions would compile a second graph for inference tensors. Zeros, since NaN survives masking.
         with torch.inference_mode(False), weight.device:
             return KVCache(tuple(torch.zeros(shape, dtype=dtype) for _ in range(config.num_hidden_layers)))
