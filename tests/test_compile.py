@@ -299,7 +299,7 @@ def test_a_region_without_a_budget_has_a_graph_for_each_structure() -> None:
     assert "NamedBlock (blocks.1): recompiled" in violation and "name" in violation
 
 
-def test_a_recompile_of_the_same_kind_is_a_violation_unless_it_was_before() -> None:
+def test_a_recompile_of_the_same_kind_is_a_violation_unless_it_has_a_budget() -> None:
     model = compiled(Sequence(Scaled()), regions=[Scaled])
 
     def change() -> None:
@@ -309,6 +309,8 @@ def test_a_recompile_of_the_same_kind_is_a_violation_unless_it_was_before() -> N
     x = torch.randn(2, 4)
     found = violations(model, lambda: model(x), change)
     assert any("recompiled" in v and "_scale" in v for v in found), found
+    # It is still one after a warm-up that had it.
+    assert violations(model, lambda: model(x)) == found
     model = zoo.compile_regions(Sequence(Scaled()), regions=[Region(Scaled, graphs=2)], backend="eager")
     x = torch.randn(2, 4)
     model(x)
@@ -344,6 +346,15 @@ def test_what_runs_eagerly_in_whole_or_in_part_is_a_violation(cls: type[nn.Modul
     model = compiled(Sequence(cls(4), cls(4)), fullgraph=False)
     found = violations(model, lambda: model(torch.randn(2, 4)))
     assert any(re.search(words, violation, re.DOTALL) for violation in found), found
+    # Also where a warm-up has compiled everything before.
+    assert violations(model, lambda: model(torch.randn(2, 4)))
+
+
+def test_a_module_in_the_place_of_a_region_is_a_violation() -> None:
+    model = compiled(Sequence(Block(4), Block(4)).eval())
+    model.blocks[1] = Block(4)
+    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    assert "(blocks.1): it took the place of a compiled region, and ran eagerly" in violation
 
 
 def test_a_branch_on_data_is_a_graph_break_with_its_line() -> None:

@@ -73,7 +73,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
         *_over_budget(plan),
         *_recompiled(plan, new, modules),
         *(f"graph break, {count} in all: {reason}" for reason, count in (_breaks() - breaks).items()),
-        *_broken(new),
+        *_broken(GRAPH_LOG.of(plan.log_id)),
         *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
     if group is not None:
@@ -115,9 +115,9 @@ def _over_budget(plan: Plan) -> Iterator[str]:
             yield f"{found.name}: {graphs} graphs in mode {in_mode}, budget {budget}; beyond it: {where}"
 
 
-def _broken(new: list[Entry]) -> Iterator[str]:
+def _broken(entries: list[Entry]) -> Iterator[str]:
     """Where graphs broke: also at branches on data, which Dynamo does not count."""
-    places = Counter((entry.region.__name__, place) for entry in new if (place := place_of_break(entry.compile_id)))
+    places = Counter((entry.region.__name__, place) for entry in entries if (place := place_of_break(entry.compile_id)))
     for (region, place), count in places.items():
         yield (
             f"{region}: graph break at {place}, its rest compiled {count} time(s): a branch on data, or a call that "
@@ -139,7 +139,7 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
             chosen = tuple(e for e in entry.signature[1] if e[0] in choices[cls] or e[1] == Attribute("float", "0.0"))
             key = cls, entry.structure, chosen, entry.mode, entry.inputs
             remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
-        if key in seen and entry in new:
+        if key in seen:
             yield (
                 f"{cls.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
                 f"compiled before: {_reason(entry)}{remedy}"
@@ -158,6 +158,12 @@ def _not_compiled(
     entered = {name.rpartition(".")[0] for name in modules if modes[name]}
     bypassed: dict[str, list[str]] = {}
     for name, module in modules.items():
+        if region_call(module) is None:
+            yield (
+                f"{type(module).__name__} ({name}): it took the place of a compiled region, and ran eagerly: call "
+                "zoo.uncompile(model) and zoo.compile_regions(model) again"
+            )
+            continue
         in_stack = name.rpartition(".")[0] in entered and (plan.report.declared or not module.training)
         if not modes[name] and not replayed and (not entered or in_stack):
             bypassed.setdefault(type(module).__name__, []).append(name)

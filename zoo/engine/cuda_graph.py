@@ -248,7 +248,8 @@ def cuda_graph(
     ``zoo.captures`` counts them. Weights that are moved or replaced are captured again. Python attributes that the
     module reads keep the values of the capture. ``zoo.uncompile`` undoes it; a deep copy or a pickle is without it.
 
-    With an example, a step is returned that copies new inputs in and replays. It is run ``warmup`` times on a side
+    With an example, a step is returned that copies new inputs in and replays; a RegionWarning names an input that it
+    writes to, since the caller's tensor stays as it is. It is run ``warmup`` times on a side
     stream first, and whatever is lazily compiled compiles then. Grad mode, inference mode and autocast are those of
     this call, as is the device of the inputs. Random state is registered: each replay draws new dropout, and a seed
     gives what eager would.
@@ -303,6 +304,9 @@ def cuda_graph(
             error.add_note("zoo.cuda_graph called it without arguments: give args=(x,) or kwargs={...} of a call")
         raise
     _warn_on_cpu(step)
+    for place in step.written_inputs():
+        message = f"the step writes to input {place!r}, its replays to a copy: name it in static= if it is read later"
+        warnings.warn(message, RegionWarning, stacklevel=2)
     return step
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import traceback
 import warnings
@@ -110,15 +111,25 @@ class GraphedStep:
             self._add(leaves, warmup)
         self._weights.remember()
 
+    def written_inputs(self) -> list[int | str]:
+        """Inputs that the step has written to: a replay writes to a copy. Places of arguments, or numbers of leaves."""
+        places: Any = self._spec if isinstance(self._spec, tuple) else itertools.count()
+        written = {
+            place: None
+            for bucket in self._buckets.values()
+            for place, leaf, buffer in zip(places, bucket.leaves, bucket.buffers, strict=False)
+            if buffer is not None and not torch.equal(_bytes(leaf), _bytes(buffer))
+        }
+        return list(written)
+
     def check_repeatable(self) -> None:
         """Raise CaptureError if a replay loses what the step does: writes to inputs, outputs without copies."""
+        for place in self.written_inputs():
+            raise CaptureError(
+                f"it writes to input {place!r}, of which a replay has a copy; give an example, "
+                "zoo.cuda_graph(model, args, static=...), and name that input in static="
+            )
         for bucket in self._buckets.values():
-            for index, (leaf, buffer) in enumerate(zip(bucket.leaves, bucket.buffers, strict=True)):
-                if buffer is not None and not torch.equal(_bytes(leaf), _bytes(buffer)):
-                    raise CaptureError(
-                        f"it writes to input {index}, of which a replay has a copy; give an example, "
-                        "zoo.cuda_graph(model, args, static=...), and name that input in static="
-                    )
             for leaf in bucket.outputs:
                 if not (isinstance(leaf, torch.Tensor) or captured.is_constant(leaf)):
                     raise CaptureError(f"its output holds a {type(leaf).__name__}, which the next replay overwrites")
