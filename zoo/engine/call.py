@@ -246,7 +246,7 @@ class RegionCall:
                 self._warn_once(
                     lifted,
                     f"{', '.join(sorted(new)[:4])} differed between two calls and became symbolic, one graph for all "
-                    "sizes; dynamic=False compiles one for each size",
+                    "values; dynamic=False compiles one for each",
                 )
         return result
 
@@ -269,7 +269,7 @@ class RegionCall:
         leave = f"exclude=[{alike!r}]" if self._name else "zoo.uncompile(model)"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
         if "NestedTensor" in str(error):
-            remedy = "nn.TransformerEncoder makes no nested tensors with enable_nested_tensor=False"
+            remedy = "nn.TransformerEncoder makes no nested tensors once its use_nested_tensor is False"
         return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"
 
     def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:

@@ -133,14 +133,18 @@ def compile_regions(
         The same model.
 
     Raises:
-        TypeError: If a region is neither a module class nor a path, ``args`` is no tuple or ``kwargs`` no mapping.
-        ValueError: If a region matches nothing or is nested in another; if it needs more graphs than its budget or
-            reads a per-layer value (for a model that declares its regions; others get a ``RegionWarning``); if
-            something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA graphs on; if a region has
-            parameters without a shape yet. What the compiler refuses is a ``RegionError`` of the first call.
+        TypeError: If a region is neither a module class nor a path, ``args`` is no tuple, ``kwargs`` no mapping, or
+            ``dynamic`` or ``fullgraph`` no bool.
+        ValueError: If a region matches nothing, is a list that nothing calls, or is nested in another; if it needs more
+            graphs than its budget or reads a per-layer value (for a model that declares its regions; others get a
+            ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA
+            graphs on; if a region has parameters without a shape yet. What the compiler refuses is a ``RegionError`` of
+            the first call.
     """
     if dynamic not in (None, False, True):
         raise TypeError(f"dynamic is {dynamic!r}, expected True, False or None")
+    if fullgraph not in (False, True):
+        raise TypeError(f"fullgraph is {fullgraph!r}, expected True or False")
     choices = Choices(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,

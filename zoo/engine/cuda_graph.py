@@ -296,6 +296,8 @@ def cuda_graph(
     for index, bucket in enumerate(buckets or ()):
         if not (isinstance(bucket, (tuple, list)) and len(bucket) == 2 and isinstance(bucket[1], Mapping)):
             raise TypeError(f"bucket {index} is no pair of arguments and keyword arguments: ((x,), {{}})")
+    if buckets and not args and kwargs is None:
+        raise ValueError("buckets are given without an example: name the first call in args= or kwargs=")
     calls = [example, *(buckets or ())]
     try:
         step = GraphedStep(fn, calls, warmup=warmup, clone_outputs=clone_outputs, static=tuple(static))

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -268,6 +269,11 @@ def resolve(
         for region, modules in found.items()
         if (left := {name: m for name, m in modules.items() if id(m) not in excluded})
     }
+    for modules in chosen.values():
+        for name, module in modules.items():
+            if type(module).forward is _forward_unimplemented:
+                what = f"{name} is a {type(module).__name__}, which nothing calls"
+                raise ValueError(f"{what}: regions=['{name}.*'] names its parts")
     _refuse_nested_and_lazy(chosen)
     return chosen
 
