@@ -37,6 +37,8 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 def pick(option: str, given: Sequence[str], known: Iterable[str]) -> list[str]:
     """Values of an option that may be repeated or be a comma list, without duplicates; UsageError if one is unknown."""
     values = [value.strip() for part in given for value in part.split(",") if value.strip()]
+    if given and not values:
+        raise UsageError(f"{option} is empty; {did_you_mean('', known)}")
     for value in values:
         if value not in known:
             raise UsageError(f"{option}: {value!r} is not known; {did_you_mean(value, known)}")

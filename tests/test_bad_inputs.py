@@ -262,6 +262,12 @@ def engine() -> list[Refusal]:
         (lambda: compile_regions(Blocks(), regions=[]), "regions is empty: leave it out"),
         (lambda: compile_regions(Blocks(), exclude=["*"]), r"exclude=.* leaves no"),
         (lambda: compile_regions(Blocks(), dynamic="yes"), "dynamic is 'yes'", TypeError),
+        (
+            lambda: TrainingStep(model, nn.CrossEntropyLoss(), optimizer),
+            r"loss is a .*function loss\(model, batch\)",
+            TypeError,
+        ),
+        (lambda: LinearCrossEntropy()(x, nn.Linear(8, 5), one), "weight is a Linear, .* pass its .weight", TypeError),
         (lambda: compile_regions(Blocks(), fullgraph="no"), "fullgraph is 'no'", TypeError),
         (lambda: compile_regions(Stack(), regions=["blocks"]), r"which nothing calls: regions=\['blocks\.\*'\]"),
         (lambda: zoo.cuda_graph(model, buckets=[((x,), {})]), "buckets are given without an example"),

@@ -247,8 +247,8 @@ BY_HAND: list[tuple[Make, Any, str]] = [
             (("layer3.0", "bn1", nn.BatchNorm2d(256, affine=False)), r"layer3\.0\.bn1=BatchNorm2d.*affine=False"),
             (("layer2.0", "relu", nn.GELU()), r"layer2\.0\.relu=GELU"),
             (("", "bn1", nn.GroupNorm(4, 64)), r"bn1=GroupNorm.*expected BatchNorm2d"),
-            (lambda module: module.train().layer1[0].bn1.eval(), r"layer1\.0\.bn1\.training=False"),
-            (lambda module: module.layer4.register_forward_hook(print), "layer4=a module with a hook"),
+            (lambda module: module.train().layer1[0].bn1.eval(), r"layer1\.0\.bn1 has training=False"),
+            (lambda module: module.layer4.register_forward_hook(print), "layer4 has a hook"),
             (cumulative, "norm_momentum is None"),
         ]
     ),
@@ -256,7 +256,7 @@ BY_HAND: list[tuple[Make, Any, str]] = [
         (partial(unet.make, "sd"), change, words)
         for change, words in [
             (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
-            (lambda module: module.mid_block.register_forward_hook(print), "mid_block=a module with a hook"),
+            (lambda module: module.mid_block.register_forward_hook(print), "mid_block has a hook"),
             (("", "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
             (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
             (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
@@ -269,6 +269,20 @@ BY_HAND: list[tuple[Make, Any, str]] = [
         "convs.1.improved=True.*expected False",
     ),
     (partial(graph_model, pyg.GAT, {}), ("convs.0", "dropout", 0.5), r"dropout=0\.5"),
+    *(
+        (partial(graph_model, pyg.GCN, {"num_layers": 3, "norm": "batch_norm"}), change, words)
+        for change, words in [
+            (lambda module: module.train().norms[0].eval(), r"norms\.0 has training=False, .* put all of it in one"),
+            (lambda module: module.convs[0].register_forward_hook(print), r"convs\.0 has a hook, .* remove it first"),
+            (lambda module: module.register_forward_hook(print), "the model itself has a hook"),
+            (("convs.0", "lin", nn.Sequential(nn.Linear(8, 8))), r"convs\.0\.lin='Sequential'"),
+            (
+                lambda module: setattr(module.norms[1].module, "weight", module.norms[0].module.weight),
+                r"norms\.1\.module\.weight and .* would no longer be one tensor; untie them",
+            ),
+        ]
+    ),
+    (partial(unet.make, "sd"), lambda module: module.enable_gradient_checkpointing(), "gradient_checkpointing=True"),
 ]
 REFUSED: list[tuple[Make, str]] = [
     *(

@@ -15,6 +15,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from zoo.files import QUANTIZED, locate, read_tensors, replacing, write_tensors
 from zoo.validate import warn
@@ -78,11 +80,14 @@ class WeightMap(Generic[Model]):
         model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
         if any(".lora_" in key for key in tensors):
             raise ValueError(f"{name} has LoRA weights beside its own: merge them first, by peft's merge_and_unload()")
+        refuse_lost(module)
         places = self.places(model)
         fill(model, tensors, places, device=_device_of(tensors), dtype=None, source=name)
-        ours, trained = dict(model.named_parameters()), dict[str, bool]()
+        ours, trained, owners = dict(model.named_parameters()), dict[str, bool](), dict[int, str]()
         for key, place in places.items():
             if place.name in ours and key in tensors:
+                if (first := owners.setdefault(id(tensors[key]), place.name)) != place.name:
+                    raise ValueError(f"{name}: {key} and {first} of ours would no longer be one tensor; untie them")
                 wanted = tensors[key].requires_grad
                 if trained.setdefault(place.name, wanted) != wanted:
                     raise ValueError(
@@ -98,6 +103,7 @@ class WeightMap(Generic[Model]):
         TypeError if the model is not of this family, ValueError if the library cannot hold it.
         """
         checked = self._checked(model)
+        refuse_lost(checked)
         module, places, ours = self.skeleton(checked.config), self.places(checked), checked.state_dict(keep_vars=True)
         copies = {key: tensor.detach().clone() for key, tensor in self.upstream_tensors(checked).items()}
         first = {place.name: key for key, place in places.items() if not place.repeated}
@@ -345,9 +351,21 @@ def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, whose: str)
         if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
             expects = wanted if leaf else type(wanted).__name__
             unsupported(whose, name, found, f"expected {expects}; convert an unchanged model")
-        if found._forward_hooks or found._forward_pre_hooks:
-            why = "the hook, as offloading sets one, would be lost; remove it first"
-            raise ValueError(f"{whose} with {name}=a module with a hook is not supported: {why}")
+
+
+def refuse_lost(module: nn.Module) -> None:
+    """Refuse a model with what its conversion would lose: parts in another mode, hooks, gradient checkpointing."""
+    for path, part in module.named_modules():
+        where = path or "the model itself"
+        acts = isinstance(part, (_NormBase, _DropoutNd)) or not type(part).__module__.startswith("torch.nn.")
+        if part.training != module.training and acts:
+            why = "the model has another mode; put all of it in one first"
+            raise ValueError(f"{where} has training={part.training}, which would be lost: {why}")
+        if part._forward_hooks or part._forward_pre_hooks:
+            raise ValueError(f"{where} has a hook, as offloading sets one, which would be lost: remove it first")
+        if getattr(part, "gradient_checkpointing", False):
+            remedy = "switch it off, and call zoo.training.checkpoint_regions on the converted model"
+            raise ValueError(f"{where} has gradient_checkpointing=True, which would be lost: {remedy}")
 
 
 def _expanded(table: Table, ours: Mapping[str, Tensor]) -> dict[str, Placement]:

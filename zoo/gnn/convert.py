@@ -55,6 +55,8 @@ def config_of(module: Any) -> GNNConfig:
     if not isinstance(module.in_channels, int):
         _refuse(module, "in_channels", module.in_channels, "nodes have features of one width")
     linear = conv.lin_l if name == "GraphSAGE" else conv.lin
+    if not isinstance(getattr(linear, "weight", None), nn.Parameter):
+        _refuse(module, "convs.0.lin", type(linear).__name__, "expected torch-geometric's Linear")
     if isinstance(linear.weight, nn.UninitializedParameter):
         _refuse(module, "in_channels", -1, "its weights do not exist yet; call the model once first")
     own = {field: getattr(conv, field) for field in cls.conv_fields() if field != "bias"}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.files import upstream
 from zoo.resnet.model import STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
-from zoo.weights import Table, WeightMap, refuse_changed, unsupported
+from zoo.weights import Table, WeightMap, refuse_changed
 
 _WHOSE = "torchvision's ResNet"
 # A member of torchvision's weight enums, with or without the class.
@@ -58,10 +58,6 @@ def config_of(module: nn.Module) -> ResNetConfig:
         norm_momentum=getattr(norm, "momentum", 0.1), track_running_stats=getattr(norm, "track_running_stats", True),
     )  # fmt: skip
     refuse_changed(dict(module.named_modules()), skeleton(config), _WHOSE)
-    for name, child in module.named_modules():
-        if isinstance(child, nn.BatchNorm2d) and child.training != module.training:
-            why = "the model has another mode; put all of it in one first"
-            unsupported(_WHOSE, f"{name}.training", child.training, why)
     return config
 
 

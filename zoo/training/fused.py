@@ -34,6 +34,8 @@ class LinearCrossEntropy(nn.Module):
     Liger's fused linear cross entropy; torch's, from 2.13 on, breaks compiled graphs.) A larger chunk is a little
     faster, and the gradient of a half-precision weight, summed chunk by chunk, a little more exact.
 
+    Rows with the label -100 have no loss, and the mean of none is 0, where torch's is NaN.
+
     Its region is the work between the two products: ``zoo.compile_regions(loss)``.
     """
 
@@ -122,6 +124,8 @@ def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
 
 
 def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}, expected a tensor [V, C]: of a layer pass its .weight")
     if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit; expected [..., C] and [V, C]")
     if labels.shape != x.shape[:-1]:

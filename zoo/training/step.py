@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -92,6 +93,8 @@ class TrainingStep:
     ) -> None:  # fmt: skip
         _check_options(model, optimizer, autocast, clip_norm)
         _warn_of_unchanged(model, loss, optimizer)
+        if not callable(loss) or isinstance(loss, _Loss):
+            raise TypeError(f"loss is a {type(loss).__name__}, expected a function loss(model, batch) of a scalar loss")
         validate.count("warmup", warmup, 2)
         validate.count("report_every", report_every)
         validate.count("most_graphs", most_graphs)
