@@ -284,6 +284,15 @@ BY_HAND: list[tuple[Make, Any, str]] = [
     ),
     (partial(unet.make, "sd"), lambda module: module.enable_gradient_checkpointing(), "gradient_checkpointing=True"),
 ]
+
+
+def test_parts_in_another_mode_are_not_converted_back() -> None:
+    model = zoo.create("resnet-debug").train()
+    model.stages[0].eval()
+    with pytest.raises(ValueError, match=r"stages\.0.* has training=False, which would be lost"):
+        zoo.to_upstream(model)
+
+
 REFUSED: list[tuple[Make, str]] = [
     *(
         (lambda name=option, value=value: changed(bert.make("bert", "pooled"), **{name: value}), f"{option}={value!r}")
