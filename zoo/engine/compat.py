@@ -79,6 +79,18 @@ def full_guards() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Pause the garbage collector."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def only_compiling() -> Iterator[None]:
     """Leave out what makes a compilation longer and serves nobody: garbage collection, and timing of the guards.
 
@@ -88,15 +100,13 @@ def only_compiling() -> Iterator[None]:
     import torch._dynamo.guards
 
     module: Any = torch._dynamo.guards
-    collects, timing = gc.isenabled(), getattr(module, "profile_guard_manager", None)
-    gc.disable()
+    timing = getattr(module, "profile_guard_manager", None)
     module.profile_guard_manager = lambda *_: 0.0
     try:
-        yield
+        with no_garbage_collection():
+            yield
     finally:
         module.profile_guard_manager = timing
-        if collects:
-            gc.enable()
 
 
 @contextlib.contextmanager

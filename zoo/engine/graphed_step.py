@@ -7,7 +7,6 @@ a GPU is seen to alias in tests.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import threading
 import traceback
@@ -21,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine import captured
 from zoo.engine.captured import describe, flatten_outputs, may_write, shape_of, shapes_of
+from zoo.engine.compat import no_garbage_collection
 
 
 class CaptureError(RuntimeError):
@@ -247,7 +247,7 @@ class GraphedStep:
             try:
                 # The garbage collector may find an older CUDA graph, and freeing one ends a capture.
                 with (
-                    _no_garbage_collection(),
+                    no_garbage_collection(),
                     torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
                 ):
                     try:
@@ -320,17 +320,6 @@ def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _warming_up = threading.RLock()

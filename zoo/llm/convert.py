@@ -86,7 +86,7 @@ def read_config(folder: Path, **overrides: Any) -> LLMConfig:
     """The config of a checkpoint folder's ``config.json``, with some fields replaced."""
     transformers = upstream("transformers")
     told, generation, ours = json.loads((folder / "config.json").read_text()), None, {}
-    if told["model_type"] == _QUANTIZED:
+    if told.get("model_type") == _QUANTIZED:
         ours["weight_dtype"] = told.pop("weight_dtype")
         told["model_type"] = told.pop("quantized_model_type")
         theirs = transformers.AutoConfig.for_model(**told)
