@@ -357,7 +357,8 @@ def refuse_lost(module: nn.Module) -> None:
     """Refuse a model with what its conversion would lose: parts in another mode, hooks, gradient checkpointing."""
     for path, part in module.named_modules():
         where = path or "the model itself"
-        acts = isinstance(part, (_NormBase, _DropoutNd)) or not type(part).__module__.startswith("torch.nn.")
+        library = type(part).__module__.startswith(("torch.nn.", "peft."))  # whose other layers read no mode
+        acts = isinstance(part, (_NormBase, _DropoutNd)) or not library
         if part.training != module.training and acts:
             why = "the model has another mode; put all of it in one first"
             raise ValueError(f"{where} has training={part.training}, which would be lost: {why}")
