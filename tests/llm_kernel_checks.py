@@ -14,7 +14,7 @@ from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, in_float64, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
-from zoo.ops.attention import attend, decode_attention, decode_layer, quantize, rotate_into, split_rotated
+from zoo.ops.attention import attend, decode_attention, decode_layer, quantized, rotate_into, split_rotated
 from zoo.ops.transformer import rms_norm, swiglu
 from zoo.ops.triton import decode as products
 
@@ -50,7 +50,7 @@ def test_products_of_quantized_weights(
     rows: int, columns: int, out: int, weight_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     x, norm, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype), values(out, dtype=dtype)
-    numbers, scale = quantize(values(2 * out, columns, dtype=dtype, scale=columns**-0.5), weight_dtype)
+    numbers, scale = quantized(values(2 * out, columns, dtype=dtype, scale=columns**-0.5), weight_dtype)
     exact = numbers.double() * scale.double()[:, None]
     normed = rms_norm(x.double(), norm.double(), 1e-5)
     found = products.linear(x, numbers[:out], norm, 1e-5, bias, scale=scale[:out])

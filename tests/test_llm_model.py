@@ -776,6 +776,7 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
     most = torch.tensor([uniform])
     scalars = torch.tensor(1.0), torch.tensor(2), torch.tensor(2.0)
     assert int(sample(logits, *scalars, most)) == 3
+    assert 0 <= int(sample(logits * math.nan, *scalars, most)) < 4
 
 
 @pytest.mark.parametrize(

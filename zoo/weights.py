@@ -75,7 +75,8 @@ class WeightMap(Generic[Model]):
     def from_upstream(self, module: nn.Module) -> Model:
         """Our model with the weights of an upstream module, copied, in the same mode.
 
-        NotImplementedError if the module is of another class, ValueError if the zoo does not support an option of it.
+        NotImplementedError if the module is of another class. ValueError if the zoo does not support an option of it or
+        the conversion would lose something: hooks, tied weights, gradient checkpointing, parts in another mode.
         """
         model, tensors, name = self._on_meta(self.config_of(module)), self.tensors_of(module), type(module).__name__
         if any(".lora_" in key for key in tensors):
@@ -100,7 +101,8 @@ class WeightMap(Generic[Model]):
     def to_upstream(self, model: nn.Module) -> nn.Module:
         """The upstream library's module with a model's weights, copied, in the same mode.
 
-        TypeError if the model is not of this family, ValueError if the library cannot hold it.
+        TypeError if the model is not of this family, ValueError if the library cannot hold it, or hooks or parts in
+        another mode would be lost.
         """
         checked = self._checked(model)
         refuse_lost(checked)

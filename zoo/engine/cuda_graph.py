@@ -249,10 +249,9 @@ def cuda_graph(
     module reads keep the values of the capture. ``zoo.uncompile`` undoes it; a deep copy or a pickle is without it.
 
     With an example, a step is returned that copies new inputs in and replays; a RegionWarning names an input that it
-    writes to, since the caller's tensor stays as it is. It is run ``warmup`` times on a side
-    stream first, and whatever is lazily compiled compiles then. Grad mode, inference mode and autocast are those of
-    this call, as is the device of the inputs. Random state is registered: each replay draws new dropout, and a seed
-    gives what eager would.
+    writes to, since the caller's tensor stays as it is. It is run ``warmup`` times on a side stream first, and whatever
+    is lazily compiled compiles then. Grad mode, inference mode and autocast are those of this call, as is the device of
+    the inputs. Random state is registered: each replay draws new dropout, and a seed gives what eager would.
 
     Args:
         fn: A module or function whose work has static shapes and never synchronises.

@@ -86,9 +86,7 @@ class GenerationOptions:
     def end_tokens(self, config: LLMConfig) -> tuple[int, ...]:
         """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
-        ends: tuple[Any, ...] = (
-            config.eos_token_id if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
-        )
+        ends: Any = config.eos_token_id if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         if not all(validate.is_count(end, least=0) and end < vocab_size for end in ends):
             raise ValueError(f"eos is {eos!r}, expected token ids, 0 to {vocab_size - 1}, or () to never stop")
         if len(ends) > MOST_ENDS:

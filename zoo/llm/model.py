@@ -41,7 +41,7 @@ from zoo.ops.attention import (
     few_rows,
     heads_fit,
     norm_linear,
-    quantize,
+    quantized,
     rotate_into,
     split_rotated,
 )
@@ -248,7 +248,7 @@ class QuantizedLinear(nn.Module):
     def set_weight(self, weight: Tensor) -> None:
         """Quantize a weight [N, C]."""
         with torch.inference_mode(False), torch.no_grad():  # a model outlives the mode that it was made in
-            numbers, scale = quantize(weight.detach().clone() if weight.is_inference() else weight, self.dtype)
+            numbers, scale = quantized(weight.detach().clone() if weight.is_inference() else weight, self.dtype)
             numbers = numbers if self.dtype == torch.int8 else numbers.view(torch.uint8)
             self.weight = nn.Parameter(numbers, requires_grad=False)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)

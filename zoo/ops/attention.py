@@ -168,7 +168,7 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     return kernels.decode.linear(x, weight[0], norm, eps, scale=weight[1])
 
 
-def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A weight [N, C] in int8 or float8_e4m3fn, and the scale [N] of its rows in the weight's dtype.
 
     The scale is rounded first, so that its rounding costs no accuracy.
@@ -181,7 +181,7 @@ def quantize(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """What ``quantize`` rounded: [N, C] in the dtype of the scale."""
+    """The weight that ``quantized`` rounded: [N, C] in the dtype of the scale."""
     if kernels_run(scale):
         return kernels.decode.dequantized(weight, scale)
     return (weight.float() * scale.float()[:, None]).to(scale.dtype)
