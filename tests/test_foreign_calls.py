@@ -478,6 +478,55 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
         torch.testing.assert_close(model(x), expected)
 
 
+class Storing(Wired):
+    """Keeps each block's state in a store that no graph may hold, as continuous batching of transformers does."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        return store.update(self.linear(x).relu(), self.index) * 2
+
+
+class Around(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.inner = Storing(index)
+
+    def forward(self, x: Tensor, store: Any) -> Tensor:
+        return x + self.inner(x.sin(), store)
+
+
+class Store:
+    @torch.compiler.disable
+    def update(self, x: Tensor, index: int) -> Tensor:
+        return x + index
+
+
+def test_blocks_that_break_share_their_graphs_and_prepare_no_symbols_once_nothing_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def graphs_and_times(blocks: int) -> tuple[int, list[int]]:
+        prepared: list[Any] = []
+        monkeypatch.setattr("zoo.engine.call.carry_marks", lambda *_: prepared.append(None))
+        model, store = Sequence(*map(Around, range(blocks))).eval(), Store()
+        inputs = [torch.randn(rows, 4) for rows in (2, 3, 4, 5, 6)]
+        expected = [model(x, store) for x in inputs]
+        compiled(model, fullgraph=False)
+        times = []
+        for x, wanted in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(model(x, store), wanted)
+            times.append(len(prepared))
+        return sum(graphs_of(model).values()), times
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", zoo.RegionWarning)
+        few, many = graphs_and_times(3), graphs_and_times(9)
+    assert few[0] == many[0] > 1
+    assert many[1][0] > 0 and many[1][-1] == many[1][-2]
+
+
 class Counting(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * len(range(x.shape[0]))  # a size that is taken for a constant

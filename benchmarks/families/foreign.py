@@ -299,7 +299,7 @@ class Batching(Call):
         """Compile the step as transformers does, including attention and sampling."""
         from transformers import CompileConfig
 
-        config = CompileConfig(**{**options, "dynamic": True})
+        config = CompileConfig(**{**options, "mode": options.get("mode") or "default", "dynamic": True})
         self.how |= {"varlen_compile_config": config, "decode_compile_config": config}
         self.stop()
 

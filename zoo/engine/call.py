@@ -95,6 +95,8 @@ class RegionCall:
         self.on_call: Callable[[nn.Module], None] | None = None
         self._code: Any = getattr(self.forward, "__code__", None)
         self._misses = 0 if fullgraph and self._code is not None else _MOST_MISSES
+        # Whether the last call that Dynamo ran compiled nothing.
+        self._settled = False
         if self._code is not None:
             parameters = inspect.signature(self.forward, follow_wrapped=False).parameters.values()
             self._names = [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
@@ -188,6 +190,7 @@ class RegionCall:
 
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
+        from torch._dynamo.utils import counters
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
@@ -196,7 +199,9 @@ class RegionCall:
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
+            frames = counters["frames"]["total"]
             result = self._compile_and_run(args, kwargs)
+            self._settled = not keeps and counters["frames"]["total"] == frames
             if keeps:
                 self._keep(module, args, kwargs, entry, known)
         while NOTICES:
@@ -233,6 +238,7 @@ class RegionCall:
         if self._learns_sizes:
             args = tuple(map(without_base, args))
             kwargs = {name: without_base(value) for name, value in kwargs.items()}
+        if self._learns_sizes and not self._settled:
             static = carry_marks(self.module, args, kwargs)
             if self._code is not None:
                 lifted.note_numbers(self.module, input_kinds((), self._bind(self.module, args, kwargs)))
@@ -240,7 +246,7 @@ class RegionCall:
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)
         carry_writes(views, (*args, *kwargs.values()))
-        if new := self.newly_varied():
+        if not self._settled and (new := self.newly_varied()):
             self._varied |= new
             if not first and not static:  # or they were marked
                 self._warn_once(

@@ -363,9 +363,9 @@ def number_at(module: nn.Module, name: str) -> Any:
 
 
 def _source(name: str) -> str:
-    """A pattern for Dynamo's name of a module's attribute."""
+    """A pattern for Dynamo's name of a module's attribute, seen from the module or, after a break, from its parts."""
     *path, attribute = name.split(".")
-    children = "".join(rf"\._modules\['{each}'\]" for each in path)
+    children = "".join(rf"(\._modules\['{each}'\])?" for each in path)
     return rf"L\['\w+'\](\[\d+\])?{children}\.{attribute}$"
 
 
