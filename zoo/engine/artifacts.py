@@ -33,6 +33,7 @@ from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, writ
 from zoo.engine.signature import own_class
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
+_PARTS = {"fingerprint": dict, "sources": dict, "choices": dict | None, "entries": list, "files": dict, "skipped": dict}
 
 
 class ArtifactError(RuntimeError):
@@ -75,6 +76,8 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
     """
     plan = compiled_plan(model)
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()  # the link stays, and what it leads to is replaced
     check_target(path)
     _check_key(key)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,8 +100,8 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             if any(entry.graphs for entry in GRAPH_LOG.of(plan.log_id)):
                 raise ValueError(
                     f"no graph of {type(model).__name__} can be saved: its regions ran, but what runs them is not "
-                    "kept: their graphs may break (fullgraph=False), modules have hooks, or every call changes what "
-                    "the guards read, such as a cache's Python attributes"
+                    "kept: their graphs may break (fullgraph=False), modules have hooks, every call changes what the "
+                    "guards read, such as a cache's Python attributes, or torch.compiler.reset() was called since"
                 )
             raise ValueError(f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...)")
         others = {}
@@ -186,10 +189,13 @@ def load_compiled(
         try:
             choices = _choices(index["choices"], model) if index else Choices()
         except (KeyError, TypeError) as error:  # objects that JSON cannot hold, another model's regions
-            name = type(model).__name__
-            raise ArtifactError(
-                f"{path} does not say how regions of a {name} are chosen; call zoo.compile_regions(model, ...) first"
-            ) from error
+            if index["choices"] is None or index["fingerprint"].get("zoo's sources") == _hash_of_zoo():
+                name = type(model).__name__
+                raise ArtifactError(
+                    f"{path} does not say how regions of a {name} are chosen; "
+                    "call zoo.compile_regions(model, ...) first"
+                ) from error
+            choices = Choices()  # another release of the zoo may have other arguments
         place_calls(model, choices, lazily=True)
     if not problems:
         problems += _attach(model, path, index)
@@ -211,7 +217,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: no folder that zoo.save_compiled wrote, with an {_INDEX} in it") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path}: no index that can be read: {error}") from error
-    if not isinstance(index, dict) or not {"fingerprint", "entries", "files", "choices", "sources"} <= set(index):
+    if not isinstance(index, dict) or not all(isinstance(index.get(name), kind) for name, kind in _PARTS.items()):
         raise ArtifactError(f"{path}: an index of another release of the zoo")
     return index
 
