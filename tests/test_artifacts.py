@@ -452,6 +452,7 @@ def test_the_command_compiles_and_tells(
     assert main(["info", folder]) == 0
     told = capsys.readouterr().out
     assert "torch: " + torch.__version__ in told and "GNNLayer, inference_mode" in told
+    assert max(map(len, told.splitlines())) < 80
     assert main(["info", str(tmp_path)]) == 2 and "no folder that" in capsys.readouterr().err
     for name, option, words in (
         ("gcn-debug", ["--input", "nodes=16", "--out", folder], "no size 'nodes'"),

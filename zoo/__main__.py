@@ -1,7 +1,7 @@
-"""The command ``zoo``, also ``python -m zoo``.
+"""The command zoo, also "python -m zoo".
 
-``list`` names the models, ``advise`` measures which way to run one pays off, ``compile`` writes a model's compiled
-regions to a folder, and ``info`` says what is in one.
+It lists the models, measures which way to run one pays off, writes a model's compiled regions to a folder, and says
+what is in one.
 """
 
 from __future__ import annotations
@@ -112,17 +112,19 @@ def _value(text: str) -> Any:
 def _info(given: argparse.Namespace) -> None:
     index = read_index(given.folder)
     for name, value in index["fingerprint"].items():
-        print(f"{name}: {value}")
+        told = ", ".join(f"{key}={each}" for key, each in value.items()) if isinstance(value, dict) else value
+        advise.say(f"{name}: {told}")
     print(f"signed: {'yes' if 'hmac' in index else 'no'}")
     for entry in index["entries"]:
         shapes = "; ".join(
             ", ".join("-" if x is None else "x".join(map(str, x)) for x in call) for call in entry["shapes"]
         )
-        print(f"{entry['file']}: {entry['region']}, {entry['mode']}, {shapes}, {entry['kind']}, {entry['bytes']} bytes")
+        size = f"{entry['kind']}, {entry['bytes']} bytes"
+        advise.say(f"{entry['file']}: {entry['region']}, {entry['mode']}, {shapes}, {size}")
     for name, written in index["files"].items():
         print(f"{name}: {written['bytes']} bytes")
     for name, reason in index["skipped"].items():
-        print(f"not saved, {name}: {reason}")
+        advise.say(f"not saved, {name}: {reason}")
 
 
 if __name__ == "__main__":
