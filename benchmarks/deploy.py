@@ -4,7 +4,7 @@
 
 The first process compiles and saves. Then the arms start in turn, each time in a new process. ``torch's cache
 artifacts`` come from ``torch.compiler.save_cache_artifacts`` with upstream's model compiled whole. The table is
-``<!-- table: starts family=... -->`` of ``benchmarks.report``.
+``<!-- table: startup family=... -->`` of ``benchmarks.report``.
 """
 
 from __future__ import annotations

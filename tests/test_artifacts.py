@@ -119,6 +119,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "strides": transpose_memory,
     "a hook": lambda block: block.linear.register_forward_hook(lambda module, args, output: output * 2),
     "replaced": lambda block: setattr(block, "linear", nn.Sequential(block.linear, nn.ReLU())),
+    "no bias": lambda block: setattr(block.linear, "bias", None),
 }
 
 
@@ -129,6 +130,15 @@ def test_a_changed_block_is_compiled_again(folder: Path, change: Callable[[Any],
         model(x)
         change(model.blocks[1])
         before = graphs()
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_blocks_that_change_before_the_first_call_are_compiled(folder: Path, change: Callable[[Any], Any]) -> None:
+    model, x, before = loaded(folder), torch.randn(4, 8), graphs()
+    for block in model.blocks:
+        change(block)
+    with torch.no_grad():
         assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
 
 

@@ -257,7 +257,9 @@ class LoadedCheck:
 
     def _begin(self, tensors: tuple[Any, ...]) -> bool:
         """Compare torch's state with the saved one, and later with a guard in C++ on the state found here."""
-        if torch_state() != self._saved.state or list(map(TensorKind.of, tensors)) != self._saved.tensors:
+        if torch_state() != self._saved.state or not all(isinstance(each, Tensor) for each in tensors):
+            return False  # a bias may have become None
+        if list(map(TensorKind.of, tensors)) != self._saved.tensors:
             return False
         guards = torch._C._dynamo.guards
         none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
