@@ -1,6 +1,7 @@
 """``zoo advise``: which way to run a model for so many calls."""
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,6 +244,18 @@ def measured(*, noise: float = 0.02, **milliseconds: float) -> Measured:
         relative = [ms / 10.0 * (1 + 0.001 * (index - 4)) for index in range(9)]
         arms.append(Arm(name, paid=paid, calls=1, ms=ms, relative=relative, graphs=1))
     return Measured(arms, noise=noise, start=2.0)
+
+
+def test_a_race_whose_calls_got_slower_ends_when_its_seconds_are_over(tmp_path, monkeypatch) -> None:
+    asked = advise.Measurement("bert-debug", "cpu", None, thorough=False, folder=tmp_path)
+    asked.found.arms.append(Arm("full"))
+    for arm in asked.found.arms:
+        arm.ms, arm.process = 1.0, mock.Mock(ask=mock.Mock(return_value={"ms": 1.0}))
+    clock = mock.Mock(monotonic=mock.Mock(side_effect=itertools.count(step=3)))
+    monkeypatch.setattr(advise, "time", clock)
+    asked._race(asked.found.arms[1:])
+    fewest, most, seconds = advise.QUICK
+    assert fewest < len(asked.found.arms[1].relative) == seconds // 3 + fewest < most
 
 
 @pytest.mark.parametrize(

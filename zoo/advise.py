@@ -588,8 +588,11 @@ class Measurement:
         def turn(arm: Arm) -> float:
             return float(arm.process.ask("time", calls=turns[arm.name])["ms"])
 
-        opening = turn(eager)
-        for _ in range(self._rounds([eager, *arms])[0]):
+        fewest, _, seconds = THOROUGH if self.thorough else QUICK
+        began, opening = time.monotonic(), turn(eager)
+        for done in range(self._rounds([eager, *arms])[0]):
+            if done >= fewest and time.monotonic() - began > seconds:
+                break  # calls take longer than the first ones did
             self._each(random.sample(arms, len(arms)), lambda arm: arm.relative.append(turn(arm)))
             closing = turn(eager)
             same.append(opening / closing)
