@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor.exc import InvalidCxxCompiler
 
 import zoo
 from benchmarks.conformance import MODELS
@@ -525,6 +526,23 @@ def test_blocks_that_break_share_their_graphs_and_prepare_no_symbols_once_nothin
         few, many = graphs_and_times(3), graphs_and_times(9)
     assert few[0] == many[0] > 1
     assert many[1][0] > 0 and many[1][-1] == many[1][-2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "remedy"),
+    [
+        (OSError(30, "Read-only file system", "/cache/ab"), "TORCHINDUCTOR_CACHE_DIR"),
+        (InvalidCxxCompiler(), "in the environment's CXX"),
+    ],
+)
+def test_a_fault_of_the_machine_is_not_laid_on_the_module(fault: Exception, remedy: str) -> None:
+    def backend(*_: Any) -> Any:
+        raise fault
+
+    model = compiled(Sequence(Block(4), Block(4)), backend=backend)
+    with pytest.raises(zoo.RegionError, match=remedy) as caught:
+        model(torch.randn(2, 4))
+    assert type(fault).__name__ in str(caught.value) and "exclude" not in str(caught.value)
 
 
 class Counting(Block):

@@ -274,6 +274,11 @@ class RegionCall:
         alike = re.sub(r"\b\d+\b", "*", self._name)  # its siblings would fail in the same way
         leave = f"exclude=[{alike!r}]" if self._name else "zoo.uncompile(model)"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
+        met = getattr(error, "inner_exception", None)  # by the backend; the machine's faults are not the module's
+        if type(met).__name__ == "InvalidCxxCompiler":
+            remedy = "Install a C++ compiler such as g++, or name one in the environment's CXX"
+        elif isinstance(met, OSError):
+            remedy = "The compiler writes to TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR: name writable folders"
         if "NestedTensor" in str(error):
             remedy = "nn.TransformerEncoder makes no nested tensors once its use_nested_tensor is False"
         return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"
@@ -351,8 +356,10 @@ def has_stance() -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what Dynamo says, and the line of user code that it speaks of."""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of what Dynamo or a backend says, and the line of user code that it speaks of."""
+    met = getattr(error, "inner_exception", None)
+    said = str(error) if met is None else f"{type(met).__name__}: {met}"
+    reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
     stack = getattr(error, "real_stack", None) or []
     # Not a line of torch's own code, which the user cannot rewrite.
     last = next((each for each in reversed(stack) if not each.filename.startswith(_TORCH)), None)
