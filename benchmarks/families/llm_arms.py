@@ -146,7 +146,7 @@ class ZooStep(Step):
         super().__init__(model, task, tokens, past)
         self.state = DecodeState(task.batch, 1, tokens.device)
         self.state.tokens, self.state.positions = self.tokens, self.positions
-        for name in ("finished", "step", "output", "ends", "pad"):
+        for name in ("finished", "step", "output", "ends", "pad", "ended"):
             torch._dynamo.mark_static_address(getattr(self.state, name))
         self.cache = model.make_cache(task.batch, task.slots)
         for layer in self.cache.layers:

@@ -259,6 +259,7 @@ class DecodeState:
             self.noise = torch.zeros(slots, batch)  # a uniform number for each draw
             self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)  # tokens that end a row; -1 for none
             self.pad = torch.zeros((), dtype=torch.int64)
+            self.ended = torch.zeros(batch + 1, dtype=torch.int32)  # programs of a row that ended, and rows; 0 between
             self.temperature = torch.ones(())
             self.top_k = torch.ones((), dtype=torch.int64)
             self.top_p = torch.ones(())
@@ -299,8 +300,9 @@ def accept(state: DecodeState, logits: Tensor, greedy: bool) -> None:
         from zoo.ops.triton.decode import accept_greedy
 
         accept_greedy(
-            logits, state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad
-        )
+            logits, state.tokens, state.positions, state.finished, state.step, state.output, state.ends, state.pad,
+            state.ended,
+        )  # fmt: skip
         return
     if greedy:
         token = logits.argmax(-1)

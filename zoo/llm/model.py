@@ -282,9 +282,7 @@ class QuantizedEmbedding(QuantizedLinear):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B, T] -> [B, T, C]."""
-        rows = self.weight[ids]
-        rows = rows if self.dtype == torch.int8 else rows.view(self.dtype)
-        return (rows.float() * self.weight_scale[ids].float()[..., None]).to(self.weight_scale.dtype)
+        return dequantized(self.numbers, self.weight_scale, ids)
 
 
 def weight_of(product: Any) -> Weight:

@@ -9,8 +9,8 @@ A product reads every weight row once, fused with the norm, the activation and t
 the next kernel at once. Attention permits it late, so that loads of later weights do not delay attention's own loads.
 
 Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
-length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
-reproducible. Two more kernels compute the greedy token of each row.
+length is read on the device. The last of them to end merges the partial softmaxes in order, so results are bitwise
+reproducible. Another kernel takes the greedy token of each row, in the same way.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
@@ -46,9 +46,9 @@ def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: 
 
 @kernel
 def _attend(
-    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
-    window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, ended, out, eps: tl.constexpr, scale: tl.constexpr,
+    slots, window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -108,29 +108,27 @@ def _attend(
     if OVERLAP:
         # Permitted only here: weight loads of later kernels would queue ahead of this kernel's keys and values.
         tl.extra.cuda.gdc_launch_dependents()
-    head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
-    place = head * PARTS + part
+    head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS)
+    place = (head + member) * PARTS + part
     tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
     tl.store(stats + place * 2, greatest, mask=real)
     tl.store(stats + place * 2 + 1, exponents, mask=real)
-
-
-@kernel
-def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, BLOCK_PARTS)
-    column = tl.arange(0, D)
-    live = part < PARTS
-    tops = tl.load(stats + (head * PARTS + part) * 2, mask=live, other=float("-inf"))
-    # Parts beyond the filled slots add nothing: their maximum is minus infinity.
-    fade = tl.exp(tops - tl.max(tops, 0))
-    exponents = tl.sum(fade * tl.load(stats + (head * PARTS + part) * 2 + 1, mask=live, other=0.0), 0)
-    place = ((head * PARTS + part) * D)[:, None] + column[None, :]
-    total = tl.sum(fade[:, None] * tl.load(partial + place, mask=live[:, None], other=0.0), 0)
-    tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
+    tl.debug_barrier()
+    # The last program of a key head merges its parts, in their order: the result does not depend on which is last.
+    if tl.atomic_add(ended + batch * KEY_HEADS + key_head, 1, sem="acq_rel") == PARTS - 1:
+        parts = tl.arange(0, BLOCK_PARTS)
+        known = parts < PARTS
+        for each in range(HEADS // KEY_HEADS):
+            of = (head + each) * PARTS + parts
+            # Not from the L1 cache, which other programs do not write to.
+            tops = tl.load(stats + of * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+            sums = tl.load(stats + of * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
+            where = partial + (of * D)[:, None] + column[None, :]
+            totals = tl.load(where, mask=known[:, None], other=0.0, cache_modifier=".cg")
+            # Parts beyond the filled slots add nothing: their maximum is minus infinity.
+            faded = tl.exp(tops - tl.max(tops, 0))
+            merged = tl.sum(faded[:, None] * totals, 0) / tl.sum(faded * sums, 0)
+            tl.store(out + (head + each) * D + column, merged.to(out.dtype.element_ty))
 
 
 def can_overlap(device: torch.device) -> bool:
@@ -155,24 +153,22 @@ def overlap_on(device: torch.device) -> dict[str, bool]:
 
 def decode_attention(
     qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, heads: int, window: int | None,
+    eps: float, heads: int, window: int | None, ended: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See ``zoo/ops/attention.py``."""
+    """See ``zoo/ops/attention.py``. ``ended`` [B, K] int32 are zeros for the kernel to count in."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
+    ended = qkv.new_zeros(batch, key_heads, dtype=torch.int32) if ended is None else ended
     out = qkv.new_empty(batch, heads * width)
-    overlap = overlap_on(qkv.device)
     _attend[(parts, key_heads, batch)](
-        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
+        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, ended, out, eps, width**-0.5, slots,
         slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
-        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlap,
+        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK_PARTS=next_power(parts), BLOCK=BLOCK,
+        num_warps=4, **overlap_on(qkv.device),
     )  # fmt: skip
-    _merge[(batch * heads,)](
-        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
-    )
     return out
 
 
@@ -208,8 +204,9 @@ def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: t
 
 @kernel
 def _linear(
-    x, norm, weight, scale, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    x, norm, weight, scale, bias, residual, out, zeros, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, ZEROS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
@@ -220,6 +217,10 @@ def _linear(
         first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+    if zeros is not None and tl.program_id(0) == 0:
+        for place in tl.range(0, ZEROS, 32):
+            counter = place + tl.arange(0, 32)
+            tl.store(zeros + counter, counter * 0, mask=counter < ZEROS)
     for m in tl.static_range(M):
         result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
         if scale is not None:
@@ -245,12 +246,13 @@ THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 def linear(
     x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, gated: bool = False, scale: Tensor | None = None,
+    residual: Tensor | None = None, gated: bool = False, scale: Tensor | None = None, zeros: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Product of x [M, C], RMS-normed if ``norm`` is given, and weight [N, C], plus bias [N] and residual [M, N].
 
     Bias and residual are optional; the result is [M, N]. ``gated`` takes a weight [2 N, C], and returns SiLU of the
-    first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by.
+    first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by. ``zeros`` is
+    filled with zeros, for a later kernel to count in.
     """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
@@ -259,27 +261,33 @@ def linear(
     block = min(next_power(columns), 8192)
     rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
     warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
+    residual = None if residual is None else residual.contiguous()
     _linear[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), scale, bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, num_warps=warps, **overlap_on(x.device),
+        x, norm, weight.contiguous(), scale, bias, residual, out, zeros, eps, M=x.shape[0], N=n, C=columns, ROWS=rows,
+        BLOCK_C=block, GATED=gated, ZEROS=0 if zeros is None else zeros.numel(), num_warps=warps,
+        **overlap_on(x.device),
     )  # fmt: skip
     return out
 
 
 @kernel
-def _dequantize(weight, scale, out, C: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _dequantize(weight, scale, rows, out, C: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    row = place if rows is None else tl.load(rows + place)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(weight + row * C + column, mask=column < C, other=0.0).to(tl.float32)
     value *= tl.load(scale + row).to(tl.float32)
-    tl.store(out + row * C + column, value.to(out.dtype.element_ty), mask=column < C)
+    tl.store(out + place * C + column, value.to(out.dtype.element_ty), mask=column < C)
 
 
-def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """Weight [N, C] times scale [N] of its rows, in the dtype of the scale."""
-    rows, columns = weight.shape
-    out = scale.new_empty(rows, columns)
-    _dequantize[(rows, ceil_div(columns, 2048))](weight, scale, out, C=columns, BLOCK=2048, num_warps=4)
+def dequantized(weight: Tensor, scale: Tensor, rows: Tensor | None = None) -> Tensor:
+    """See ``zoo/ops/attention.py``."""
+    columns = weight.shape[1]
+    out = scale.new_empty(*(scale if rows is None else rows).shape, columns)
+    grid = (out.numel() // columns, ceil_div(columns, 2048))
+    _dequantize[grid](
+        weight, scale, None if rows is None else rows.contiguous(), out, C=columns, BLOCK=2048, num_warps=4
+    )
     return out
 
 
@@ -288,53 +296,56 @@ LOGITS = 1024
 
 
 @kernel
-def _best_of_parts(logits, values, indices, V: tl.constexpr, BLOCK: tl.constexpr):
+def _accept(
+    logits, values, indices, tokens, positions, finished, step, output, ends, pad, ended,
+    B: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ENDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     column = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32)
     best = tl.max(value, 0)
     # The first of equal values, regardless of the order of comparisons.
-    index = tl.min(tl.where(value == best, column, V), 0)
-    place = row * tl.num_programs(0) + part
-    tl.store(values + place, best)
-    tl.store(indices + place, index)
-
-
-@kernel
-def _accept(
-    values, indices, tokens, positions, finished, step, output, ends, pad,
-    B: tl.constexpr, V: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, ENDS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    part = tl.arange(0, BLOCK_PARTS)
-    value = tl.load(values + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
-    index = tl.load(indices + row * PARTS + part, mask=part < PARTS, other=V)
-    token = tl.min(tl.where(value == tl.max(value, 0), index, V), 0)
-    # A maximum of NaN equals no logit.
-    token = tl.minimum(token, V - 1).to(tl.int64)
-    ended = tl.load(finished + row) != 0
-    token = tl.where(ended, tl.load(pad), token)
-    tl.store(output + tl.load(step) * B + row, token)
-    tl.store(positions + row, tl.load(positions + row) + tl.where(ended, 0, 1))
-    meets = tl.max(tl.where(tl.load(ends + tl.arange(0, ENDS)) == token, 1, 0), 0) != 0
-    tl.store(finished + row, (ended | meets).to(tl.int8))
-    tl.store(tokens + row, token)
+    tl.store(values + row * PARTS + part, best)
+    tl.store(indices + row * PARTS + part, tl.min(tl.where(value == best, column, V), 0))
+    tl.debug_barrier()
+    # The last program of a row to end chooses its token, and sets the count to 0 for the next step.
+    if tl.atomic_add(ended + row, 1, sem="acq_rel") == PARTS - 1:
+        tl.store(ended + row, 0)
+        each = tl.arange(0, BLOCK_PARTS)
+        live = each < PARTS
+        bests = tl.load(values + row * PARTS + each, mask=live, other=float("-inf"), cache_modifier=".cg")
+        index = tl.load(indices + row * PARTS + each, mask=live, other=V, cache_modifier=".cg")
+        token = tl.min(tl.where(bests == tl.max(bests, 0), index, V), 0)
+        # A maximum of NaN equals no logit.
+        token = tl.minimum(token, V - 1).to(tl.int64)
+        done = tl.load(finished + row) != 0
+        token = tl.where(done, tl.load(pad), token)
+        now = tl.load(step)
+        tl.store(output + now * B + row, token)
+        tl.store(positions + row, tl.load(positions + row) + tl.where(done, 0, 1))
+        meets = tl.max(tl.where(tl.load(ends + tl.arange(0, ENDS)) == token, 1, 0), 0) != 0
+        tl.store(finished + row, (done | meets).to(tl.int8))
+        tl.store(tokens + row, token)
+        # All rows have read the step once the last of them is here.
+        if tl.atomic_add(ended + B, 1, sem="acq_rel") == B - 1:
+            tl.store(ended + B, 0)
+            tl.store(step, now + 1)
 
 
 def accept_greedy(
     logits: Tensor, tokens: Tensor, positions: Tensor, finished: Tensor, step: Tensor, output: Tensor, ends: Tensor,
-    pad: Tensor,
+    pad: Tensor, ended: Tensor,
 ) -> None:  # fmt: skip
-    """See ``zoo/llm/generate.py``. The length of ``ends`` is a power of two."""
+    """See ``zoo/llm/generate.py``. The length of ``ends`` is a power of two; ``ended`` [B + 1] int32 are zeros."""
     logits = logits.contiguous()
     batch, vocabulary = logits.shape
     parts = ceil_div(vocabulary, LOGITS)
     values = logits.new_empty(batch, parts, dtype=torch.float32)
     indices = logits.new_empty(batch, parts, dtype=torch.int32)
-    _best_of_parts[(parts, batch)](logits, values, indices, V=vocabulary, BLOCK=LOGITS, num_warps=4)
-    _accept[(batch,)](
-        values, indices, tokens, positions, finished.view(torch.int8), step, output, ends, pad,
-        B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=next_power(parts), ENDS=ends.shape[0], num_warps=4,
+    _accept[(parts, batch)](
+        logits, values, indices, tokens, positions, finished.view(torch.int8), step, output, ends, pad, ended,
+        B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=next_power(parts), ENDS=ends.shape[0], BLOCK=LOGITS,
+        num_warps=4,
     )  # fmt: skip
-    step.add_(1)
