@@ -380,6 +380,19 @@ def test_a_block_with_a_hook_is_compiled_apart() -> None:
         torch.testing.assert_close(model(x), expected)
 
 
+def test_hooks_of_one_function_are_a_graph_for_all_blocks() -> None:
+    # The hooks by which transformers collects hidden states stay in the model.
+    model, kwargs = MODELS["transformers Llama"].make().eval(), {"input_ids": torch.arange(3, 9)[None]}
+    with torch.no_grad():
+        expected = model(**kwargs, output_hidden_states=True).hidden_states
+        assert zoo.find_regions(model, kwargs=kwargs).graphs == "1"
+        zoo.compile_regions(model, backend="eager")
+        with zoo.enforce_budget(model):
+            seen = model(**kwargs, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(seen, expected)
+    assert sum(graphs_of(model).values()) == 1
+
+
 class Refining(Sequence):
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))

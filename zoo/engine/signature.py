@@ -59,12 +59,15 @@ def structure(module: nn.Module) -> Hashable:
     return parts, _tensors(module, recurse=True)
 
 
-def _hooks(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """A module's hooks by identity, as Dynamo guards them, without those that torch itself adds, such as FSDP's."""
+def _hooks(module: nn.Module) -> Iterator[tuple[str, Hashable]]:
+    """A module's hooks as Dynamo guards them, without those that torch itself adds, such as FSDP's.
+
+    Functions count by their code: to collect hidden states transformers gives each layer a closure of its own.
+    """
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         for hook in getattr(module, kind).values():
             if not str(getattr(hook, "__module__", "")).startswith("torch."):
-                yield kind, id(hook)
+                yield kind, _attribute(hook) if isinstance(hook, types.FunctionType) else id(hook)
 
 
 def own_structure(module: nn.Module) -> Hashable:
