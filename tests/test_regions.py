@@ -198,6 +198,17 @@ class Tower(Sequence):
         return super().forward(self.stem(x))
 
 
+def holder() -> nn.Module:
+    """Parts that the model calls one by one, in a module that is never called."""
+    held = nn.Module()
+    held.first, held.second = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return held
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))  # type: ignore[no-any-return]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "found"),
@@ -209,6 +220,8 @@ class Tower(Sequence):
             lambda: nn.ModuleList([Stack(), *(torch.jit.script(nn.Linear(4, 4)) for _ in range(2))]), {"Block": 3},
             id="no scripted module",
         ),
+        pytest.param(lambda: nn.ModuleList(scripted() for _ in range(3)), {}, id="no scripted block"),
+        pytest.param(lambda: nn.ModuleList(holder() for _ in range(4)), {"Sequential": 4}, id="what a container holds"),
     ],
 )  # fmt: skip
 def test_discovery_takes(make: Callable[[], nn.Module], found: dict[str, int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.module import _forward_unimplemented
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -19,8 +20,6 @@ _EAGER = 2
 _WORTHWHILE = 0.75
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
-# Containers that are never called.
-_LISTS = (nn.ModuleList, nn.ModuleDict, ParametrizationList)
 # Where transformers and diffusers name their blocks.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
 
@@ -57,7 +56,7 @@ class Cut:
         self._root = self._part("", model, 1)
         copies: dict[type[nn.Module], list[_Part]] = defaultdict(list)
         for part in _outermost(self._root):
-            if part.layers and part.cls not in _LISTS:
+            if part.layers and _is_called(part.cls):
                 copies[part.cls].append(part)
         of_torch = {cls for cls in copies if forward_in_torch_nn(cls)}
         made_of_modules = {cls for cls, parts in copies.items() if any(part.children for part in parts)}
@@ -137,6 +136,11 @@ class Cut:
         kind = self._kinds.setdefault(built, len(self._kinds))
         layers = own + sum(part.layers * part.calls for part in children) / calls
         return _Part(name, module, own_class(module), kind, own, calls, layers, children)
+
+
+def _is_called(cls: type[nn.Module]) -> bool:
+    """Whether modules of a class run a ``forward`` that can be compiled: not containers, nor what is scripted."""
+    return getattr(cls, "forward", None) not in (None, _forward_unimplemented) and cls is not ParametrizationList
 
 
 def _outermost(part: _Part, classes: Collection[type[nn.Module]] = ()) -> Iterator[_Part]:

@@ -53,7 +53,9 @@ def given_example(args: Any, kwargs: Any, inputs: Any) -> Example | None:
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module) -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
     """Put buffers back as they were. Yields each module's dict of buffers with a copy of that dict."""
-    stores = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    # A scripted module has no dict of buffers to put back.
+    dicts = (module._buffers for module in model.modules() if isinstance(module._buffers, dict))
+    stores = [(buffers, dict(buffers)) for buffers in dicts]
     contents = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         yield stores
