@@ -440,6 +440,24 @@ def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when
         zoo.compile_regions(model, kwargs={"x": x}, backend="eager")
 
 
+class Configured(Block):
+    def __init__(self, scale: int) -> None:
+        super().__init__(4)
+        self.config = {"scale": scale}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.config["scale"]
+
+
+def test_a_graph_for_each_block_is_warned_of_with_its_reason() -> None:
+    torch.compiler.reset()
+    model = zoo.compile_regions(Sequence(*(Configured(scale) for scale in range(2, 10))), backend="eager")
+    warned = pytest.warns(zoo.RegionWarning, match=r"5 graphs compiled for blocks\.0, .*config\['scale'\] == 4")
+    with warned as caught, torch.no_grad():
+        model(torch.randn(2, 4))
+    assert len(caught) == 1
+
+
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

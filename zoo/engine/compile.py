@@ -24,7 +24,7 @@ from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.cuda_graph import CapturingCall
 from zoo.engine.direct import DirectOrInductor
 from zoo.engine.discover import FoundRegion, Given, Obstacle, RegionReport
-from zoo.engine.graph_log import GRAPH_LOG, Entry
+from zoo.engine.graph_log import GRAPH_LOG, Entry, recompile_reason
 from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
@@ -34,6 +34,8 @@ from zoo.engine.signature import mode as mode_text
 _MODES = (None, "default", "max-autotune-no-cudagraphs")
 # A warning names a region that compiled for so many shapes of its inputs.
 MANY_SHAPES = 16
+# And another one a region that compiled for more than so many blocks that could be expected to share a graph.
+MANY_BLOCKS = 4
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
@@ -59,7 +61,7 @@ class Plan:
     choices: Choices
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)  # warnings that were given
+    told: set[str] = field(default_factory=set)  # warnings that were given, by region or subject
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name; ValueError if one is gone."""
@@ -205,7 +207,8 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
     if any(parameter.is_cuda for parameter in model.parameters()):
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
-    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending)
+    told = {each.region for each in report.obstacles if each.certain}
+    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending, told)
     if _warn_of_excess not in GRAPH_LOG.listeners:
         GRAPH_LOG.listeners.append(_warn_of_excess)
 
@@ -406,12 +409,18 @@ def _warn_of_excess(entry: Entry) -> None:
             f"{plan.report.model}: {entry.name} has compiled {MANY_SHAPES} graphs, one for each shape of its inputs; "
             "pad them to fewer shapes, or zoo.compile_regions(model, dynamic=True)"
         )
-    if entry.region.__name__ not in plan.pending:
-        return
-    alike = [e for e in alike if e.inputs == entry.inputs]
-    if (graphs := sum(e.graphs for e in alike)) > 1:
-        obstacle = plan.pending.pop(entry.region.__name__)
+    alike = [e for e in alike if e.inputs == entry.inputs and e.graphs]
+    name, graphs = entry.region.__name__, sum(e.graphs for e in alike)
+    places = ", ".join(e.name for e in alike)
+    if name in plan.pending and graphs > 1:
+        obstacle = plan.pending.pop(name)
+        plan.told.add(name)
+        NOTICES.append(f"{plan.report.model}: {graphs} graphs compiled for {places}, where one would do: {obstacle}")
+    elif name not in plan.told and len(alike) > MANY_BLOCKS and plan.region_of(entry.name).region.graphs is None:
+        plan.told.add(name)
+        # Of the one before: Dynamo notes the reason of a compilation after this.
+        reason = (recompile_reason(alike[-2].compile_id) or "unknown").splitlines()[0]
         NOTICES.append(
-            f"{plan.report.model}: {graphs} graphs compiled for {', '.join(e.name for e in alike if e.graphs)}, where "
-            f"one would do: {obstacle}"
+            f"{plan.report.model}: {graphs} graphs compiled for {places}, blocks of one structure with inputs of one "
+            f"kind; further ones may follow. What differs: {reason}"
         )
