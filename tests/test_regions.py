@@ -383,14 +383,26 @@ class Place(enum.IntEnum):
     SECOND = 2
 
 
-def test_a_block_with_a_hook_is_compiled_apart() -> None:
+def test_a_hook_inside_a_block_has_a_graph_and_a_hook_of_the_block_runs_outside_of_it() -> None:
+    torch.compiler.reset()
     model, x = nn.Sequential(*(Core() for _ in range(4))).eval(), torch.randn(2, 8)
-    model[2].register_forward_hook(lambda module, given, out: out * 1.5)
+    model[2].up.register_forward_hook(lambda module, given, out: out * 1.5)
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, given, out: seen.update({name: out.detach()})
+
+    for name, block in model.named_children():
+        block.register_forward_hook(keep(name))
     assert zoo.find_regions(model).graphs == "2"
     expected = model(x)
+    kept, seen = seen, {}
     zoo.compile_regions(model, backend="eager")
     with torch.no_grad(), zoo.enforce_budget(model):
-        torch.testing.assert_close(model(x), expected)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(seen, kept)
+    assert sum(graphs_of(model).values()) == 2
 
 
 def test_hooks_of_one_function_are_a_graph_for_all_blocks() -> None:

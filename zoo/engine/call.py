@@ -90,7 +90,7 @@ class RegionCall:
         # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
-        self._in_hooks = False
+        self._thread = threading.local()
         # Set by enforce_budget: called with the module after each call.
         self.on_call: Callable[[nn.Module], None] | None = None
         self._code: Any = getattr(self.forward, "__code__", None)
@@ -130,7 +130,9 @@ class RegionCall:
         if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
             # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors).
             return module._call_impl(*args, **kwargs)
-        if type(module) is not self._class and self._is_sharded(module):
+        # FSDP2 replaces the class. Read here, since every call would pay for a function that reads it.
+        hooks = module._forward_hooks or module._forward_pre_hooks or type(module) is not self._class
+        if (hooks or module._backward_hooks or module._backward_pre_hooks) and self._has_hooks(module):
             return self._inside_hooks(module, args, kwargs)
         lifted = self._lifted
         try:
@@ -153,21 +155,28 @@ class RegionCall:
             self.on_call(module)
         return result
 
-    def _is_sharded(self, module: nn.Module) -> bool:
-        """Whether FSDP2 replaced the module's class, and its hooks do not run yet."""
-        sharded = own_class(module) is not type(module) and not self._in_hooks
-        return sharded and self.forward is self._class_forward and "forward" not in module.__dict__
+    @property
+    def _in_hooks(self) -> bool:
+        """Whether this thread runs the forward that hooks are around."""
+        return getattr(self._thread, "in_hooks", False)
+
+    def _has_hooks(self, module: nn.Module) -> bool:
+        """Whether hooks, the user's or those of FSDP2, are still to run around the forward."""
+        hooks = _hooks_of(module) or own_class(module) is not type(module)
+        return bool(
+            hooks and not self._in_hooks and self.forward is self._class_forward and "forward" not in module.__dict__
+        )
 
     def _inside_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FSDP2's hooks, which gather weights before the forward and free them after it, as in eager mode."""
+        """Run hooks eagerly, as FSDP2's must be, which gather weights before the forward and free them after it."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            del module.__dict__["forward"]
-            self._in_hooks = True
+            module.__dict__.pop("forward", None)  # another thread may have called it
+            self._thread.in_hooks = True
             try:
                 return self(*args, **kwargs)
             finally:
-                self._in_hooks = False
+                self._thread.in_hooks = False
 
         module.__dict__["forward"] = forward
         try:
@@ -330,23 +339,22 @@ class RegionCall:
 
     def _needs_dynamo(self, module: nn.Module) -> bool:
         """Whether something that guards do not see changes what a call runs: hooks, another forward, a stance."""
-        hooked = not self._in_hooks and (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
+        return bool(
+            (self.forward is not self._class_forward and _hooks_of(module))
             or torch_module._global_forward_hooks
             or torch_module._global_forward_pre_hooks
             or torch_module._global_backward_hooks
             or torch_module._global_backward_pre_hooks
-        )
-        return bool(
-            hooked
             or "forward" in module.__dict__
             or type(module).forward is not self._class_forward
             or self.forward.__defaults__ is not self._default_values
             or has_stance()
         )
+
+
+def _hooks_of(module: nn.Module) -> Any:
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return forward or module._backward_hooks or module._backward_pre_hooks
 
 
 def has_stance() -> bool:

@@ -54,8 +54,11 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 
 def structure(module: nn.Module) -> Hashable:
-    """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices, and hooks; no attributes."""
-    parts = tuple((name, own_class(part), tuple(_hooks(part))) for name, part in module.named_modules())
+    """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no attributes.
+
+    Hooks of submodules count. The module's own run outside of its graph.
+    """
+    parts = tuple((name, own_class(part), tuple(_hooks(part)) if name else ()) for name, part in module.named_modules())
     return parts, _tensors(module, recurse=True)
 
 
