@@ -154,10 +154,8 @@ def decode_layer(
     sines. If a layer is split over processes, ``add_parts`` sums their parts; the first part includes the residual.
     """
     linear = kernels.decode.linear
-    ended = x.new_empty(x.shape[0], cache.shape[2], dtype=torch.int32)
-    heads_of_all = linear(x, qkv[0], norm, eps, qkv_bias, scale=qkv[1], zeros=ended)
-    attend = kernels.decode.decode_attention
-    mixed = attend(heads_of_all, cache, positions, rotary, q_norm, k_norm, eps, heads, window, ended)
+    heads_of_all = linear(x, qkv[0], norm, eps, qkv_bias, scale=qkv[1])
+    mixed = kernels.decode.decode_attention(heads_of_all, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
     x = linear(mixed, o[0], residual=x if first else None, scale=o[1])
     x = x if add_parts is None else add_parts(x)
     hidden = linear(x, gate_up[0], norm_after, eps, gated=True, scale=gate_up[1])

@@ -9,8 +9,9 @@ A product reads every weight row once, fused with the norm, the activation and t
 the next kernel at once. Attention permits it late, so that loads of later weights do not delay attention's own loads.
 
 Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
-length is read on the device. The last of them to end merges the partial softmaxes in order, so results are bitwise
-reproducible. Another kernel takes the greedy token of each row, in the same way.
+length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
+reproducible. It is a kernel of its own because products load their weights while it runs: the last program of
+attention, doing the same, would wait for them. Another kernel takes the greedy token of each row.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
@@ -46,9 +47,9 @@ def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: 
 
 @kernel
 def _attend(
-    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, ended, out, eps: tl.constexpr, scale: tl.constexpr,
-    slots, window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
+    window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -108,27 +109,29 @@ def _attend(
     if OVERLAP:
         # Permitted only here: weight loads of later kernels would queue ahead of this kernel's keys and values.
         tl.extra.cuda.gdc_launch_dependents()
-    head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS)
-    place = (head + member) * PARTS + part
+    head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
+    place = head * PARTS + part
     tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
     tl.store(stats + place * 2, greatest, mask=real)
     tl.store(stats + place * 2 + 1, exponents, mask=real)
-    tl.debug_barrier()
-    # The last program of a key head merges its parts, in their order: the result does not depend on which is last.
-    if tl.atomic_add(ended + batch * KEY_HEADS + key_head, 1, sem="acq_rel") == PARTS - 1:
-        parts = tl.arange(0, BLOCK_PARTS)
-        known = parts < PARTS
-        for each in range(HEADS // KEY_HEADS):
-            of = (head + each) * PARTS + parts
-            # Not from the L1 cache, which other programs do not write to.
-            tops = tl.load(stats + of * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(stats + of * 2 + 1, mask=known, other=0.0, cache_modifier=".cg")
-            where = partial + (of * D)[:, None] + column[None, :]
-            totals = tl.load(where, mask=known[:, None], other=0.0, cache_modifier=".cg")
-            # Parts beyond the filled slots add nothing: their maximum is minus infinity.
-            faded = tl.exp(tops - tl.max(tops, 0))
-            merged = tl.sum(faded[:, None] * totals, 0) / tl.sum(faded * sums, 0)
-            tl.store(out + (head + each) * D + column, merged.to(out.dtype.element_ty))
+
+
+@kernel
+def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK_PARTS)
+    column = tl.arange(0, D)
+    live = part < PARTS
+    tops = tl.load(stats + (head * PARTS + part) * 2, mask=live, other=float("-inf"))
+    # Parts beyond the filled slots add nothing: their maximum is minus infinity.
+    fade = tl.exp(tops - tl.max(tops, 0))
+    exponents = tl.sum(fade * tl.load(stats + (head * PARTS + part) * 2 + 1, mask=live, other=0.0), 0)
+    place = ((head * PARTS + part) * D)[:, None] + column[None, :]
+    total = tl.sum(fade[:, None] * tl.load(partial + place, mask=live[:, None], other=0.0), 0)
+    tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
 
 
 def can_overlap(device: torch.device) -> bool:
@@ -153,22 +156,24 @@ def overlap_on(device: torch.device) -> dict[str, bool]:
 
 def decode_attention(
     qkv: Tensor, cache: Tensor, positions: Tensor, rotary: Tensor, q_norm: Tensor | None, k_norm: Tensor | None,
-    eps: float, heads: int, window: int | None, ended: Tensor | None = None,
+    eps: float, heads: int, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """See ``zoo/ops/attention.py``. ``ended`` [B, K] int32 are zeros for the kernel to count in."""
+    """See ``zoo/ops/attention.py``."""
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
     partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
     stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
-    ended = qkv.new_zeros(batch, key_heads, dtype=torch.int32) if ended is None else ended
     out = qkv.new_empty(batch, heads * width)
+    overlap = overlap_on(qkv.device)
     _attend[(parts, key_heads, batch)](
-        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, ended, out, eps, width**-0.5, slots,
+        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
-        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK_PARTS=next_power(parts), BLOCK=BLOCK,
-        num_warps=4, **overlap_on(qkv.device),
+        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlap,
     )  # fmt: skip
+    _merge[(batch * heads,)](
+        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
+    )
     return out
 
 
@@ -180,55 +185,54 @@ def _load_columns(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constex
 
 
 @triton.jit
-def _dots(x, norm, first, weight, row, live, m, eps, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Dot products [ROWS] of weight rows with features ``m``, normed by ``norm`` if given. ``first`` is preloaded."""
+def _dots(x, norm, first, first_up, weight, row, live, m, eps, N: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Dot products [ROWS] of weight rows with features ``m``, normed by ``norm`` if given, and of rows N further on.
+
+    ``first`` and ``first_up`` are the rows' first columns; without the second there are no rows further on.
+    """
     column = tl.arange(0, BLOCK_C)
-    total = tl.zeros([row.shape[0], BLOCK_C], tl.float32)
+    result = tl.zeros([row.shape[0]], tl.float32)
+    up = tl.zeros([row.shape[0]], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
     for begin in tl.static_range(0, C, BLOCK_C):
         inside = begin + column < C
-        if begin == 0:
-            part = first.to(tl.float32)
-        else:
-            part = _load_columns(weight, row, live, begin, C, BLOCK_C).to(tl.float32)
         value = tl.load(x + m * C + begin + column, mask=inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += value * value
             value *= tl.load(norm + begin + column, mask=inside, other=0.0).to(tl.float32)
-        total += part * value[None, :]
-    result = tl.sum(total, 1)
+        # Summed at once, a product and its sum are one instruction.
+        part = first if begin == 0 else _load_columns(weight, row, live, begin, C, BLOCK_C)
+        result += tl.sum(part.to(tl.float32) * value[None, :], 1)
+        if first_up is not None:
+            part = first_up if begin == 0 else _load_columns(weight + N * C, row, live, begin, C, BLOCK_C)
+            up += tl.sum(part.to(tl.float32) * value[None, :], 1)
     if norm is not None:
-        result *= tl.rsqrt(tl.sum(squares, 0) / C + eps)
-    return result
+        scale = tl.rsqrt(tl.sum(squares, 0) / C + eps)
+        result *= scale
+        up *= scale
+    return result, up
 
 
 @kernel
 def _linear(
-    x, norm, weight, scale, bias, residual, out, zeros, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, ZEROS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, norm, weight, scale, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     first = _load_columns(weight, row, live, 0, C, BLOCK_C)
-    if GATED:
-        first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
+    first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C) if GATED else None
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    if zeros is not None and tl.program_id(0) == 0:
-        for place in tl.range(0, ZEROS, 32):
-            counter = place + tl.arange(0, 32)
-            tl.store(zeros + counter, counter * 0, mask=counter < ZEROS)
     for m in tl.static_range(M):
-        result = _dots(x, norm, first, weight, row, live, m, eps, C, BLOCK_C)
+        result, up = _dots(x, norm, first, first_up, weight, row, live, m, eps, N, C, BLOCK_C)
         if scale is not None:
             result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
-        if GATED:
-            up = _dots(x, norm, first_up, weight + N * C, row, live, m, eps, C, BLOCK_C)
-            if scale is not None:
+            if GATED:
                 up *= tl.load(scale + N + row, mask=live, other=0.0).to(tl.float32)
+        if GATED:
             result = result * tl.sigmoid(result) * up
         if bias is not None:
             result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
@@ -246,13 +250,12 @@ THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 
 def linear(
     x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0.0, bias: Tensor | None = None,
-    residual: Tensor | None = None, gated: bool = False, scale: Tensor | None = None, zeros: Tensor | None = None,
+    residual: Tensor | None = None, gated: bool = False, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Product of x [M, C], RMS-normed if ``norm`` is given, and weight [N, C], plus bias [N] and residual [M, N].
 
     Bias and residual are optional; the result is [M, N]. ``gated`` takes a weight [2 N, C], and returns SiLU of the
-    first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by. ``zeros`` is
-    filled with zeros, for a later kernel to count in.
+    first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by.
     """
     x, (n, columns) = x.contiguous(), weight.shape
     n = n // 2 if gated else n
@@ -261,11 +264,9 @@ def linear(
     block = min(next_power(columns), 8192)
     rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
     warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
-    residual = None if residual is None else residual.contiguous()
     _linear[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), scale, bias, residual, out, zeros, eps, M=x.shape[0], N=n, C=columns, ROWS=rows,
-        BLOCK_C=block, GATED=gated, ZEROS=0 if zeros is None else zeros.numel(), num_warps=warps,
-        **overlap_on(x.device),
+        x, norm, weight.contiguous(), scale, bias, None if residual is None else residual.contiguous(), out, eps,
+        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, num_warps=warps, **overlap_on(x.device),
     )  # fmt: skip
     return out
 
