@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import re
 import shlex
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import claims, deploy
 from benchmarks.cli import did_you_mean
-from benchmarks.record import Compile, Result, Rows, Start
+from benchmarks.record import Compile, Result, Rows
 from benchmarks.report import cells, charts, tables
 from benchmarks.report.model import (
     SELECTING,
@@ -189,14 +187,10 @@ def _arms(spec: Spec, rows: Rows) -> str:
 def _front(spec: Spec, rows: Rows) -> str:
     first = _first_races(spec.options, rows)
     on = dict.fromkeys(race.machine for race in first.values() if race is not None)
-    started: dict[str, list[Start]] = defaultdict(list)
-    for start in rows.starts:
-        started[machine_name(rows.environment(start), start.case.device)].append(start)
-    where = [machine for machine in on if machine in started] or list(started)[:1]
-    starts = itertools.chain.from_iterable(started[machine] for machine in where)
-    said = "; ".join([*on, *(f"new processes: {machine}" for machine in where if machine not in on)])
+    started = dict.fromkeys(machine_name(rows.environment(start), start.case.device) for start in rows.starts)
+    said = "; ".join([*on, *(f"some new processes: {machine}" for machine in started if machine not in on)])
     said = f"\n\n{said}; bfloat16 unless a name says float32." if on else ""
-    return tables.markdown(*tables.front(first, starts)) + said
+    return tables.markdown(*tables.front(first, rows.starts)) + said
 
 
 def _parallel(spec: Spec, rows: Rows) -> str:
