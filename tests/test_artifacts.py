@@ -97,9 +97,13 @@ def test_calls_like_those_saved_compile_nothing(folder: Path) -> None:
             assert torch.equal(model(x), eager(model, x))
     assert graphs() == before
     assert [entry.compile_id for entry in GRAPH_LOG.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
-    with torch.no_grad():  # a shape that was not saved
-        x = torch.randn(5, 8)
-        assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+    x = torch.randn(5, 8)  # a shape that was not saved
+    refused = pytest.raises(
+        zoo.BudgetError, match=f"blocks.0: compiled in mode eval, no_grad, since {folder} has no graph"
+    )
+    with refused, torch.no_grad(), zoo.enforce_budget(model):
+        assert torch.equal(model(x), eager(model, x))
+    assert graphs() == before + 1
     saved = zoo.save_compiled(model, folder)  # what was loaded and what was compiled since
     assert len(saved.entries) == 3
     model.blocks[1].shift = 1.5
@@ -466,7 +470,7 @@ def test_the_command_compiles_and_tells(
     assert main(["info", str(tmp_path)]) == 2 and "no folder that" in capsys.readouterr().err
     for name, option, words in (
         ("gcn-debug", ["--input", "nodes=16", "--out", folder], "no size 'nodes'"),
-        ("llm-debug", ["--input", "decode=1", "--out", folder], "decode=1: expected rows and slots"),
+        ("llm-debug", ["--input", "decode-1", "--out", folder], "decode-1: expected rows and slots"),
         ("llm-debug", ["--out", str(tmp_path)], "is not a folder of compiled regions"),
         ("llm-debug", ["--device", "cuda", "--out", folder], "torch finds no usable GPU here"),
     ):
@@ -479,7 +483,7 @@ def test_the_command_compiles_and_tells(
 @pytest.mark.slow
 def test_the_command_compiles_what_a_session_calls(tmp_path: Path) -> None:
     folder = str(tmp_path / "compiled")
-    assert main(["compile", "llm-debug", "--input", "decode=1x16", "--out", folder]) == 0
+    assert main(["compile", "llm-debug", "--input", "decode-1x16", "--out", folder]) == 0
     model = zoo.load_compiled(zoo.create("llm-debug"), folder, strict=True)
     before = graphs()
     Session(model, 1, 16).generate([[1, 2, 3]], max_new_tokens=4)

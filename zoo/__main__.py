@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     compiles.add_argument("name", help="a preset of zoo list")
     compiles.add_argument(
         "--input", action="append", default=[], metavar="SIZES",
-        help="sizes of zoo.example_inputs, as batch=8,tokens=512; repeat it for each shape; decode=1x1024 is one token "
+        help="sizes of zoo.example_inputs, as batch=8,tokens=512; repeat it for each shape; decode-1x1024 is one token "
         "for each row over a cache",
     )  # fmt: skip
     dtypes = ("float32", "bfloat16", "float16")
@@ -82,15 +83,15 @@ def _compile(given: argparse.Namespace) -> None:
 
 
 def _inputs(model: Any, text: str) -> dict[str, Any]:
-    sizes = dict(map(_pair, filter(None, text.split(","))))
-    if (decode := sizes.pop("decode", None)) is None:
-        return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes.items()})
+    if not text.startswith("decode-"):
+        return zoo.example_inputs(
+            model, **{name: _value(value) for name, value in map(_pair, filter(None, text.split(",")))}
+        )
     if not hasattr(model, "make_cache"):
-        raise ValueError(f"decode={decode} is for language models, not for a {type(model).__name__}")
-    try:
-        batch, slots = map(int, decode.split("x"))
-    except ValueError:
-        raise ValueError(f"--input decode={decode}: expected rows and slots of the cache, as decode=1x1024") from None
+        raise ValueError(f"{text} is for language models, not for a {type(model).__name__}")
+    if (sizes := re.fullmatch(r"decode-([1-9]\d*)x([1-9]\d*)", text)) is None:
+        raise ValueError(f"--input {text}: expected rows and slots of the cache, as decode-1x1024")
+    batch, slots = map(int, sizes.groups())
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     return {"input_ids": tokens, "position_ids": tokens + slots // 2, "cache": model.make_cache(batch, slots)}
 

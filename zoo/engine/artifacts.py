@@ -151,9 +151,9 @@ def load_compiled(
 ) -> nn.Module:
     """Attach the compiled regions in a folder to a model: calls like those that were saved compile nothing.
 
-    A model without compiled regions gets them as the one that was saved. Other calls are compiled as usual. What does
-    not fit (another torch, GPU, zoo or config, a damaged file) is left out with one ``RegionWarning`` that names the
-    difference, and compiled as usual.
+    A model without compiled regions gets them as the one that was saved. Other calls are compiled as usual, or refused
+    in ``enforce_budget``. What does not fit (another torch, GPU, zoo or config, a damaged file) is left out with one
+    ``RegionWarning`` that names the difference, and compiled as usual.
 
     The files hold code that runs. Load folders that you wrote, or that somebody you trust did; ``key`` refuses others.
     Hashes are checked before anything in a file is read.
@@ -206,6 +206,8 @@ def load_compiled(
         if strict:
             raise ArtifactError(message)
         warnings.warn(f"{message}. What was not loaded is compiled as usual", RegionWarning, stacklevel=2)
+    else:
+        compiled_plan(model).loaded.add(str(path))
     return model
 
 

@@ -33,7 +33,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
 
     A violation is a region over its budget, a graph break, a recompile (one class, signature, mode and kind of input
     compiled twice), or a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never
-    reached. Graphs are counted since ``compile_regions``.
+    reached. Graphs are counted since ``compile_regions``. After ``load_compiled`` every compilation is a violation.
 
     The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
     without one has a graph for each structure of its parameters, mode and kind of input, and one more where sizes turn
@@ -74,6 +74,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
         *_recompiled(plan, new, modules),
         *(f"graph break, {count} in all: {reason}" for reason, count in (_breaks() - breaks).items()),
         *_broken(GRAPH_LOG.of(plan.log_id)),
+        *_not_loaded(plan, new),
         *_not_compiled(plan, modules, modes, replayed=captures.replays > replays),
     ]
     if group is not None:
@@ -123,6 +124,16 @@ def _broken(entries: list[Entry]) -> Iterator[str]:
             f"{region}: graph break at {place}, its rest compiled {count} time(s): a branch on data, or a call that "
             "cannot be traced"
         )
+
+
+def _not_loaded(plan: Plan, new: list[Entry]) -> Iterator[str]:
+    folders = " and ".join(plan.loaded)
+    for entry in new if folders else ():
+        if entry.seconds:  # a loaded graph took none
+            yield (
+                f"{entry.name}: compiled in mode {entry.mode}, since {folders} has no graph for these inputs: call "
+                "zoo.save_compiled after a warm_up with them"
+            )
 
 
 def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:

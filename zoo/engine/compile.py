@@ -62,6 +62,7 @@ class Plan:
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # warnings that were given, by region or subject
+    loaded: set[str] = field(default_factory=set)  # folders of load_compiled
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name; ValueError if one is gone."""
