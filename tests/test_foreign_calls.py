@@ -695,10 +695,29 @@ def test_warm_up_takes_arguments_in_every_form_and_functions() -> None:
         assert zoo.warm_up(model, args=(x,)).graphs == zoo.warm_up(model, kwargs={"x": x}).graphs == 0
         with pytest.raises(TypeError, match="args is a Tensor, expected a tuple of arguments"):
             zoo.warm_up(model, args=x)
-        for inputs, remedy in (((x,), "(model, *inputs)"), ({"x": x}, "(model, **inputs)")):
+        for inputs, remedy in (((x,), "(model, *inputs)"), ({"y": x}, "(model, **inputs)")):
             with pytest.raises(zoo.RegionError) as refused:
                 zoo.warm_up(model, inputs)
             assert refused.value.__notes__[-1].endswith(remedy)
+        said = [refusal_of(function, model, {"x": x}) for function in (zoo.warm_up, zoo.cuda_graph)]
+        assert said == ["args is a dict, expected a tuple of arguments: (x,), or kwargs={'x': x}"] * 2
+        batch = compiled(Batched(Block(4), Block(4)))  # whose forward takes a dict, and may fail for other reasons
+        assert zoo.warm_up(batch, {"x": x}).graphs == zoo.warm_up(batch, {"batch": x, "x": x}).graphs + 1 == 1
+        with pytest.raises(KeyError, match="'x'"):
+            zoo.warm_up(batch, {"z": x})
+
+
+def refusal_of(function: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(TypeError) as refused:
+        function(*args)
+    return str(refused.value)
+
+
+class Batched(Sequence):
+    """Takes its inputs in one dict."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().forward(batch["x"])
 
 
 class Scaled(Sequence):

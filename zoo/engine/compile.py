@@ -276,17 +276,16 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
         What each region cost; printable.
 
     Raises:
-        TypeError: If ``args=`` is no tuple or ``kwargs=`` no mapping.
+        TypeError: If ``args=`` is no tuple, ``kwargs=`` no mapping, or inputs by name are given as one argument.
         ValueError: If the model is not compiled.
     """
     from tqdm.auto import tqdm
 
     plan = compiled_plan(without_ddp(model))
-    if not args and kwargs and kwargs.keys() <= {"args", "kwargs"}:
-        parameters = inspect.signature(without_ddp(model).forward).parameters.values()
-        names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-        if names.isdisjoint(kwargs):
-            args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
+    parameters = inspect.signature(without_ddp(model).forward).parameters.values()
+    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    if not args and kwargs and kwargs.keys() <= {"args", "kwargs"} - names:
+        args, kwargs = checked_example(**kwargs)  # as find_regions and cuda_graph take them
     functions = bool(args) and not kwargs and all(callable(each) and not isinstance(each, nn.Module) for each in args)
     calls = args if functions else [functools.partial(model, *args, **kwargs)]
     entries: list[Entry] = []
@@ -314,6 +313,8 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
             if len(args) == 1 and isinstance(args[0], dict | tuple | list):
                 stars = "**" if isinstance(args[0], dict) else "*"
                 error.add_note(f"zoo.warm_up takes a call's own arguments: zoo.warm_up(model, {stars}inputs)")
+                if isinstance(args[0], dict) and args[0].keys() <= names:
+                    checked_example(*args)  # inputs by name: raises what cuda_graph says of them
             raise
         finally:
             GRAPH_LOG.listeners.remove(note)
