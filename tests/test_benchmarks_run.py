@@ -149,7 +149,7 @@ def test_a_run_types_its_failures_and_goes_on_then_resumes(tmp_path: Path):
     assert all(len(line) <= 80 for line in lines if line.startswith("  ["))
     assert lines[1] == "each arm starts once, then all race for 6 rounds"
     # Upstream has no times here, so nothing was gained over it.
-    assert not any("upstream's best as shipped:" in line for line in lines)
+    assert not any("Ours against each upstream arm:" in line for line in lines)
     store = Store(tmp_path / "fake-inference-float32.jsonl")
     kinds = [row["kind"] for row in store.rows()]
     assert kinds[0] == "environment" and kinds.count("environment") == 1

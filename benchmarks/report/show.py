@@ -40,7 +40,7 @@ def render(
     for race in shown:
         _print_race(race, console)
     if lines := gains(shown):
-        _say(console, "", "Ours against upstream's best as shipped:", *(f"  {line}" for line in lines.values()))
+        _say(console, "", "Ours against each upstream arm:", *(f"  {line}" for line in lines.values()))
 
 
 def _say(console: Console, *lines: str, style: str = "") -> None:
@@ -197,20 +197,26 @@ def lead(race: MeasuredRace) -> str:
 
 
 def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
-    """A line per race in the words of ``zoo advise``: the zoo against upstream's best as shipped."""
+    """A line per race in the words of ``zoo advise``: the zoo against each upstream arm."""
     lines: dict[MeasuredRace, str] = {}
     for race, subject in titles(shown).items():
-        ours, best = race.ours, race.best_shipped
-        if ours is None or ours.p50 is None or best is None or (ratio := race.speedup(ours, best)) is None:
+        if (ours := race.ours) is None or ours.p50 is None or not (theirs := _theirs(race, ours)):
             continue
         if cells.is_unusable(race.noise):
             lines[race] = f"{subject}: {unusable(race.noise)}"
             continue
-        compiled = "" if best.cold_seconds is None else f"{cells.significant(best.cold_seconds)} s to compile, "
-        times = None if race.verdict(ours, best) == "undetermined" else ratio.value
-        told = gain(ours.cold_seconds, ours.p50, times, f"{best.name} ({compiled}{cells.significant(best.p50)} ms)")
-        lines[race] = f"{subject}: {ours.name} {told}."
+        lines[race] = f"{subject}: {ours.name} {gain(ours.cold_seconds, ours.p50, theirs)}."
     return lines
+
+
+def _theirs(race: MeasuredRace, ours: MeasuredArm) -> list[tuple[str, float | None, float, float | None]]:
+    """Each upstream arm with a correct output: name, seconds to compile, milliseconds, times as fast ours is."""
+    return [
+        (arm.name, arm.cold_seconds, arm.p50, None if race.verdict(ours, arm) == "undetermined" else ratio.value)
+        for arm in race.arms
+        if arm.result.case.impl != "zoo" and arm.p50 is not None and not arm.wrong
+        if (ratio := race.speedup(ours, arm)) is not None
+    ]
 
 
 def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
