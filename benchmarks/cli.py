@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -70,20 +71,25 @@ def run_command(function: Callable[..., int], program: str, arguments: Sequence[
 
 
 class Progress:
-    """Prints progress. The time left is estimated from the planned seconds and the pace so far."""
+    """Prints progress. Items of a plan have a kind and seconds; those left take as long as ended ones of their kind."""
 
-    def __init__(self, console: Console, planned: float) -> None:
-        self.console, self.planned = console, max(planned, 1.0)
-        self.done = self._current = 0.0
-        self._began = time.monotonic()
+    def __init__(self, console: Console, plan: Iterable[tuple[str, float]]) -> None:
+        self.console, self._current = console, ("", 0.0, time.monotonic())
+        self.left, self.done, self.spent = (defaultdict[str, float](float) for _ in range(3))
+        for kind, seconds in plan:
+            self.left[kind] += seconds
 
-    def begin(self, what: str, seconds: float) -> None:
+    def begin(self, what: str, kind: str, seconds: float) -> None:
         """End the current item and begin ``what``, planned to take ``seconds``."""
-        self.done, self._current = min(self.done + self._current, self.planned), seconds
-        # Half a minute at the planned pace is added, so that the first processes do not swing the estimate.
-        pace = (time.monotonic() - self._began + 30.0) / (self.done + 30.0)
-        left = f"about {words((self.planned - self.done) * pace)} left"
-        line, room = f"  [{100 * self.done / self.planned:3.0f} %] {what}", WIDTH - len(left) - 2
+        (last, planned, began), self._current = self._current, (kind, seconds, time.monotonic())
+        self.left[last] -= planned
+        self.done[last] += planned
+        self.spent[last] += self._current[2] - began
+        # Two seconds at the planned pace are added, so that a short item does not swing the pace of its kind.
+        paces = {each: (self.spent[each] + 2.0) / (self.done[each] + 2.0) for each in self.left}
+        self.ahead, spent = sum(max(0.0, self.left[each]) * paces[each] for each in paces), sum(self.spent.values())
+        left = f"about {words(self.ahead)} left"
+        line, room = f"  [{100 * spent / (spent + self.ahead or 1.0):3.0f} %] {what}", WIDTH - len(left) - 2
         line = line if len(line) <= room else line[: room - 1] + "…"
         self.console.print(f"{line}, {left}")
 

@@ -161,16 +161,10 @@ def _race_group(
     racing = [arm for arm in racing if arm.ok]
     if not racing:
         return
-    seconds = estimate_rounds(len(racing), settings)
-    progress.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", seconds)
-    race(
-        racing,
-        rounds=settings.rounds,
-        first_round=first_round,
-        seed=settings.seed + first_round,
-        monitor=settings.monitor,
-    )
-    progress.begin("kernel counts and profile", 1.0)
+    progress.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", *estimate_rounds(len(racing), settings))
+    seed = settings.seed + first_round
+    race(racing, rounds=settings.rounds, first_round=first_round, seed=seed, monitor=settings.monitor)
+    progress.begin("kernel counts and profile", "counts", 1.0)
     for arm in racing:
         _count(arm)
     # A control's curve is never shown. The reference arm is in each group, and draws its curve once.
@@ -183,14 +177,7 @@ def _race_group(
             arm.worker = None
 
 
-def race(
-    arms: Sequence[ArmRun],
-    *,
-    rounds: int,
-    first_round: int,
-    seed: int,
-    monitor: Monitor,
-) -> None:
+def race(arms: Sequence[ArmRun], *, rounds: int, first_round: int, seed: int, monitor: Monitor) -> None:
     """Run the rounds. In every round each arm runs once, alone, in a random order.
 
     Before the rounds each arm measures how many calls fill a turn. With a GPU all turns of a round run on one randomly

@@ -30,7 +30,7 @@ from benchmarks.startup import Settings, estimate_race
 if TYPE_CHECKING:
     from benchmarks.families import Workload
 
-PEAKS_SECONDS = {False: 12.0, True: 2.4}  # by --quick
+PEAKS = {False: ("peaks", 20.0), True: ("peaks", 12.0)}  # kind and expected seconds, by --quick
 SCRATCH = "regional-zoo-run-"
 # Statuses of a broken arm of the zoo. An arm that does not fit in memory, or was stopped, is not broken.
 BROKEN = ("failed", "crashed", "timeout", "out-of-memory")
@@ -125,15 +125,15 @@ def measure(run: Run, settings: Settings, console: Console) -> int:
     UsageError, before any measurement, if the rows' folder or the device cannot be used.
     """
     races = run.races
-    seconds = PEAKS_SECONDS[settings.quick] + sum(estimate_race(arms, settings) for arms in races)
-    _announce(run, races, settings, seconds, console)
+    plan = [PEAKS[settings.quick], *(item for arms in races for item in estimate_race(arms, settings))]
+    _announce(run, races, settings, sum(seconds for _, seconds in plan), console)
     measured: set[str] = set()
     if not races:
         return _conclude(run, console, measured)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with locked(run.out), ExitStack() as stack:
-            progress = Progress(console, seconds)
+            progress = Progress(console, plan)
             environment, settings = _environment(run, settings, progress, stack)
             for arms in races:
                 console.print(f"{arms[0].model} on {arms[0].input}, {arms[0].dtype}, {arms[0].device}")
@@ -167,7 +167,7 @@ def _announce(run: Run, races: Sequence[Sequence[Case]], settings: Settings, sec
 
 def _environment(run: Run, settings: Settings, progress: Progress, stack: ExitStack) -> tuple[dict[str, Any], Settings]:
     """The environment's row, measured in a separate process, and the settings with a monitor of its GPU."""
-    progress.begin("peak rates of the device", PEAKS_SECONDS[settings.quick])
+    progress.begin("peak rates of the device", *PEAKS[settings.quick])
     folder = settings.scratch / "start-up"
     compiles = any(case.strategy != "eager" for case in run.cases) and not settings.steady_only
     worker = Worker(cache_environment(folder), timeout=settings.timeout)

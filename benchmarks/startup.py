@@ -104,9 +104,8 @@ def jobs_before_the_race(arms: Sequence[ArmRun], settings: Settings) -> list[Job
 
 def measure_compilation(arms: Sequence[ArmRun], settings: Settings, progress: Progress) -> None:
     """The cold and the first-result process of every compiled arm."""
-    for job, worker in processes(jobs_before_the_race(arms, settings), settings):
+    for job, worker in processes(jobs_before_the_race(arms, settings), settings, progress):
         arm = job.arm
-        progress.begin(f"{arm.case.arm}: {job.phase}", estimate(job, settings))
         with failures_of(arm):
             if job.phase == COLD:
                 arm.result.cold = bring_up(arm, worker, settings)
@@ -120,8 +119,7 @@ def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress,
     """Prepare every arm for the race, with its process alive."""
     jobs = [Job(arm, RACE) for arm in arms if arm.ok]
     if settings.steady_only:
-        planned = sum(estimate(job, settings) for job in jobs) / settings.ahead
-        progress.begin(f"{len(jobs)} arms start together", planned)
+        progress.begin(f"{len(jobs)} arms start together", *starts(jobs, settings)[0])
         # By default each worker would start one compile process per core.
         threads = max(1, cores() // max(1, min(len(jobs), settings.ahead)))
 
@@ -134,15 +132,14 @@ def prepare_race(arms: Sequence[ArmRun], settings: Settings, progress: Progress,
 
         in_parallel(start, jobs, settings.ahead)
         return
-    for job, worker in processes(jobs, settings):
-        progress.begin(f"{job.arm.case.arm}: {job.phase}", estimate(job, settings))
+    for job, worker in processes(jobs, settings, progress):
         _start_racing(job.arm, worker, settings, reference)
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
-def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Worker]]:
+def processes(jobs: Sequence[Job], settings: Settings, progress: Progress) -> Iterator[tuple[Job, Worker]]:
     """A ready worker for each job, in order; jobs of arms that failed meanwhile are skipped.
 
     Several workers import, build their inputs and start the compiler concurrently. No worker is yielded while another
@@ -150,14 +147,16 @@ def processes(jobs: Sequence[Job], settings: Settings) -> Iterator[tuple[Job, Wo
     """
     for first in range(0, len(jobs), settings.ahead):
         batch: list[tuple[Job, Worker]] = []
+        ready = [job for job in jobs[first : first + settings.ahead] if job.arm.ok]
+        progress.begin(f"imports: {', '.join(job.arm.case.arm for job in ready)}", *imports(ready))
         try:
-            for job in jobs[first : first + settings.ahead]:
-                if job.arm.ok:
-                    with failures_of(job.arm):
-                        batch.append((job, _spawn(job, settings)))
+            for job in ready:
+                with failures_of(job.arm):
+                    batch.append((job, _spawn(job, settings)))
             in_parallel(lambda pair: _make_ready(pair[0], pair[1], settings), batch, settings.ahead)
             for job, worker in batch:
                 if job.arm.ok and worker.alive:
+                    progress.begin(f"{job.arm.case.arm}: {job.phase}", *estimate(job, settings))
                     yield job, worker
         finally:
             for job, worker in batch:
@@ -275,22 +274,33 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
 # Estimates, for the plan and the time left ----------------------------------------------------------------------------
 
 
-def estimate(job: Job, settings: Settings) -> float:
-    """Expected seconds of a process; a process without a predecessor compiles like a cold one."""
-    imports, case = 4.0, job.arm.case
-    if not job.arm.compiled:
-        return imports + 2.0
+def imports(jobs: Sequence[Job]) -> tuple[str, float]:
+    """The kind and the expected seconds of what processes do side by side until each is ready."""
+    return "imports", 10.0 + 5.0 * any(job.arm.case.impl != "zoo" for job in jobs)  # an upstream library takes longer
+
+
+def estimate(job: Job, settings: Settings) -> tuple[str, float]:
+    """The kind and the expected seconds of a ready process; one without a predecessor compiles like a cold one."""
+    case = job.arm.case
     cold = settings.steady_only or (settings.quick and not case.control)  # the control finds its twin's caches
-    seconds = {COLD: (18.0, 12.0), FIRST_RESULT: (12.0, 10.0), RACE: (5.0, 7.0)}[COLD if cold else job.phase]
-    return imports + (1.6 if case.strategy in ("full", "hierarchical") else 1.0) * seconds[case.device != "cpu"]
+    kind = "eager" if not job.arm.compiled else COLD if cold else job.phase
+    longer = 1.6 if case.strategy in ("full", "hierarchical") else 1.0
+    return kind, longer * {"eager": 1.0, COLD: 3.0, FIRST_RESULT: 6.0, RACE: 2.0}[kind]
 
 
-def estimate_race(cases: Sequence[Case], settings: Settings) -> float:
+def starts(jobs: Sequence[Job], settings: Settings) -> list[tuple[str, float]]:
+    """All items of these processes; a single one if they start together."""
+    batches = [jobs[first : first + settings.ahead] for first in range(0, len(jobs), settings.ahead)]
+    items = [imports(batch) for batch in batches] + [estimate(job, settings) for job in jobs]
+    return [("start", sum(seconds for _, seconds in items))] if settings.steady_only else items
+
+
+def estimate_race(cases: Sequence[Case], settings: Settings) -> list[tuple[str, float]]:
     arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
-    jobs = jobs_before_the_race(arms, settings) + [Job(arm, RACE) for arm in arms]
-    starts = sum(estimate(job, settings) for job in jobs) / (settings.ahead if settings.steady_only else 1)
-    return starts + estimate_rounds(len(arms), settings)
+    jobs = [Job(arm, RACE) for arm in arms]
+    items = starts(jobs_before_the_race(arms, settings), settings) + starts(jobs, settings)
+    return [*items, estimate_rounds(len(arms), settings)]
 
 
-def estimate_rounds(arms: int, settings: Settings) -> float:
-    return 1.0 + 0.055 * arms * settings.rounds
+def estimate_rounds(arms: int, settings: Settings) -> tuple[str, float]:
+    return "rounds", 1.0 + 0.08 * arms * settings.rounds

@@ -25,8 +25,8 @@ class Notes:
     def __init__(self) -> None:
         self.begun, self.notes = [], []
 
-    def begin(self, what: str, seconds: float) -> None:
-        assert seconds > 0
+    def begin(self, what: str, kind: str, seconds: float) -> None:
+        assert kind and seconds > 0
         self.begun.append(what)
 
     def note(self, text: str) -> None:

@@ -177,15 +177,38 @@ def test_the_host_does_not_wait_for_the_device():
 def test_lines_say_what_runs_how_far_and_how_long(monkeypatch: pytest.MonkeyPatch):
     assert [words(seconds) for seconds in (0, 7, 43, 89, 150)] == ["1 s", "7 s", "45 s", "90 s", "2 min"]
     text = io.StringIO()
-    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: 0.0)
-    progress = Progress(Console(file=text, width=80), 100)
-    progress.begin("zoo full: cold process", 40)
-    progress.begin("a very long name of an arm that would not fit into one line of a small terminal", 60)
+    clock = iter((0.0, 0.0, 40.0))
+    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: next(clock))
+    progress = Progress(Console(file=text, width=80), [("cold", 40.0), ("rounds", 60.0)])
+    progress.begin("zoo full: cold process", "cold", 40.0)
+    progress.begin("a very long name of an arm that would not fit into one line of a small terminal", "rounds", 60.0)
     progress.note("an arm failed")
     lines = text.getvalue().splitlines()
     assert lines[-1] == "  an arm failed" and lines[0].startswith("  [  0 %] zoo full: cold process, about 2 min left")
     assert lines[1].startswith("  [ 40 %]") and len(lines) == 3
     assert all(len(line) <= 80 for line in lines) and all(line.endswith("left") for line in lines[:2])
+
+
+def test_the_time_left_is_told_by_what_items_of_the_same_kind_took(settings: Settings, monkeypatch) -> None:
+    # Imports take three times as long as planned, compilations a fifth: as GCN on karate, beside torch-geometric.
+    settings = replace(settings, quick=True, rounds=20)
+    cases = [replace(CASE, impl=i, strategy=s) for i in ("zoo", "upstream") for s in ("eager", "full", "regional")]
+    cases.append(replace(CASE, impl="zoo", strategy="regional", control=True))
+    plan = benchmarks.startup.estimate_race(cases, settings)
+    factors = {"imports": 3.0, COLD: 0.2, RACE: 0.2, "eager": 0.2, "rounds": 1.2}
+    text, now = io.StringIO(), [0.0]
+    monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: now[0])
+    # As they come: a batch imports, then its arms compile one by one.
+    starts = [item for item in plan if item[0] == "imports"]
+    others = [item for item in plan if item[0] != "imports"]
+    order = [item for each in starts for item in (each, *(others.pop(0) for _ in range(min(2, len(others) - 1))))]
+    progress, errors = Progress(Console(file=text, width=80), plan), []
+    whole = sum(factors[kind] * seconds for kind, seconds in plan)
+    for kind, seconds in [*order, *others]:
+        progress.begin("an arm", kind, seconds)
+        errors.append(progress.ahead / (whole - now[0]) - 1)
+        now[0] += factors[kind] * seconds
+    assert all(abs(error) < 0.3 for error in errors[3:]), errors
 
 
 pytestmark = pytest.mark.usefixtures("no_worker_stays")
@@ -222,7 +245,8 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
     warm = arm.result.warm
     assert (warm.cache_empty_at_start, warm.cache_hits, warm.cache_misses) == (False, 1, 0)
     assert warm.time_to_first_result is None and arm.worker.alive and arm.result.check.error < 1e-6
-    assert [line.partition(": ")[2] for line in notes.begun] == [COLD, FIRST_RESULT, RACE]
+    starts = [line.partition(": ")[2] for line in notes.begun if not line.startswith("imports: ")]
+    assert starts == [COLD, FIRST_RESULT, RACE]
 
 
 @pytest.mark.slow

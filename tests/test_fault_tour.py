@@ -279,7 +279,7 @@ def test_a_full_disk_or_a_busy_gpu_under_a_worker_is_a_row_that_says_what_to_do(
 
 def begin(out: Path, settings: Settings) -> None:
     plan = Run(WORKLOAD, "cpu", [CASE], {}, out)
-    measure._environment(plan, settings, Progress(Console(file=io.StringIO()), 1.0), ExitStack())
+    measure._environment(plan, settings, Progress(Console(file=io.StringIO()), []), ExitStack())
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ def test_no_cpp_compiler_is_said_before_anything_is_measured(tmp_path, settings,
 def test_a_broken_cache_entry_is_compiled_anew_or_a_row_that_says_so(settings, monkeypatch):
     monkeypatch.setenv("BENCHMARKS_BACKEND", "inductor")
     arm = ArmRun(case=CASE, folder=settings.scratch / "arm")
-    for _, worker in processes([Job(arm, COLD)], settings):
+    for _, worker in processes([Job(arm, COLD)], settings, Notes()):
         arm.result.cold = bring_up(arm, worker, settings)
         worker.stop()
     assert arm.ok and arm.result.cold.cache_misses == 1, arm.result.reason

@@ -200,23 +200,18 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
     """A line per race in the words of ``zoo advise``: the zoo against each upstream arm."""
     lines: dict[MeasuredRace, str] = {}
     for race, subject in titles(shown).items():
-        if (ours := race.ours) is None or ours.p50 is None or not (theirs := _theirs(race, ours)):
+        if (ours := race.ours) is None or ours.p50 is None:
             continue
-        if cells.is_unusable(race.noise):
-            lines[race] = f"{subject}: {unusable(race.noise)}"
-            continue
-        lines[race] = f"{subject}: {ours.name} {gain(ours.cold_seconds, ours.p50, theirs)}."
+        theirs = [
+            (arm.name, arm.cold_seconds, arm.p50, None if race.verdict(ours, arm) == "undetermined" else ratio.value)
+            for arm in race.arms
+            if arm.result.case.impl != "zoo" and arm.p50 is not None and not arm.wrong
+            if (ratio := race.speedup(ours, arm)) is not None
+        ]
+        if theirs:
+            told = f"{ours.name} {gain(ours.cold_seconds, ours.p50, theirs)}."
+            lines[race] = f"{subject}: {unusable(race.noise) if cells.is_unusable(race.noise) else told}"
     return lines
-
-
-def _theirs(race: MeasuredRace, ours: MeasuredArm) -> list[tuple[str, float | None, float, float | None]]:
-    """Each upstream arm with a correct output: name, seconds to compile, milliseconds, times as fast ours is."""
-    return [
-        (arm.name, arm.cold_seconds, arm.p50, None if race.verdict(ours, arm) == "undetermined" else ratio.value)
-        for arm in race.arms
-        if arm.result.case.impl != "zoo" and arm.p50 is not None and not arm.wrong
-        if (ratio := race.speedup(ours, arm)) is not None
-    ]
 
 
 def _steps(race: MeasuredRace, arms: Sequence[MeasuredArm]) -> list[tuple[int, MeasuredArm]]:
