@@ -291,6 +291,24 @@ def test_of_what_cannot_be_told_apart_or_is_within_the_noise_the_one_that_is_rea
     assert said == "The noise, 45%, makes this measurement unusable: measure again on an idle machine."
 
 
+def test_an_arm_whose_own_rounds_differ_too_much_has_no_verdict_and_the_advice_does_not_rest_on_it() -> None:
+    found = measured(full=4.0, regional=5.0)
+    loud = found.arms[1]
+    loud.relative = [0.1, 0.2, 0.2, 0.3, 0.4, 0.8, 0.9, 0.9, 1.0]
+    assert loud.spread > 2 * advise.UNUSABLE > found.noise and not loud.usable
+    assert [line.split()[4:] for line in table(found)][2:] == [
+        ["?", "0e+00", "1/0", "?"],
+        ["2.00×", "0e+00", "1/0", "600"],
+    ]
+    assert "run regional: " in verdict(found, 10**6) and "full" not in verdict(found, 10**6)
+    (said,) = (
+        note for note in advise.notes(found, "cpu") if note.startswith("! full is not recommended: its spread, ")
+    )
+    assert said.endswith("makes its time unusable.")
+    found.arms.pop()  # all that is left
+    assert found.doubt == loud.spread and verdict(found, 10**6) == advise.unusable(loud.spread)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

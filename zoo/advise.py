@@ -357,6 +357,17 @@ class Arm:
         """Seconds to compile: those of the first calls, less as many steady ones."""
         return max(0.0, (self.paid if paid is None else paid) - self.calls * self.ms / 1e3)
 
+    @property
+    def spread(self) -> float:
+        """Half the interval of its median, as a part of the median."""
+        middle, low, high = interval(self.relative)
+        return (high - low) / 2 / middle
+
+    @property
+    def usable(self) -> bool:
+        """Whether it ran, computes what eager does and took about as long in each round."""
+        return self.right and not self.failure and self.spread <= UNUSABLE
+
 
 @dataclass
 class Measured:
@@ -365,6 +376,11 @@ class Measured:
     arms: list[Arm]
     noise: float = 0.0
     start: float = 0.0
+
+    @property
+    def doubt(self) -> float:
+        """The noise of the whole race: eager's, or the spread of the quietest compiled arm if that is larger."""
+        return max(self.noise, min((arm.spread for arm in self.arms[1:] if arm.right and not arm.failure), default=0.0))
 
     def times(self, arm: Arm, over: Arm) -> float | None:
         """How many times as fast one arm is; None if there is no measurable difference."""
@@ -381,9 +397,9 @@ class Measured:
         return self.before(arm) + calls * arm.ms / 1e3
 
     def payback(self, arm: Arm) -> float:
-        """Calls after which compiling has paid off; infinite if never, or if the arm failed or is wrong."""
+        """Calls after which compiling has paid off; infinite if never, or if the arm failed, is wrong or unusable."""
         saved = self.arms[0].ms - arm.ms
-        if arm.failure or not arm.right or saved <= 0 or self.times(arm, self.arms[0]) is None:
+        if not arm.usable or saved <= 0 or self.times(arm, self.arms[0]) is None:
             return math.inf
         return math.ceil(self.before(arm) * 1e3 / saved)
 
@@ -430,10 +446,10 @@ def unusable(noise: float) -> str:
 def verdict(found: Measured, calls: int) -> str:
     """The sentence that recommends what to run for so many calls."""
     eager, best = found.arms[0], found.choose(calls)
-    if found.noise > UNUSABLE:
-        return unusable(found.noise)
+    if found.doubt > UNUSABLE:
+        return unusable(found.doubt)
     if best is not eager:
-        others = [arm for arm in found.arms if arm.right and not (arm.failure or arm is best or "regional" in arm.name)]
+        others = [arm for arm in found.arms if arm.usable and arm is not best and "regional" not in arm.name]
         over = [(arm.name, arm.compile() if arm.calls else None, arm.ms, found.times(best, arm)) for arm in others]
         told = gain(best.compile(), best.ms, over)
         return f"For {calls:,} calls run {best.name}: it {told}, and pays back after {found.payback(best):,} calls."
@@ -451,15 +467,14 @@ def table(found: Measured) -> Iterator[str]:
     for arm in found.arms:
         if arm.failure:
             continue
-        middle, low, high = interval(arm.relative)
         times, payback = found.times(arm, found.arms[0]), found.payback(arm)
         compiled = "/".join(number(arm.compile(paid)) for paid in (arm.paid, arm.warm) if paid is not None)
         against = "same" if times is None else f"{times:.2f}×"
         paid = "never" if math.isinf(payback) else f"{payback:,}" if payback < 1e6 else f"{payback:.1e}"
-        if found.noise > UNUSABLE:
+        if max(found.noise, arm.spread) > UNUSABLE:
             against = paid = "?"
         error = f"{arm.error:.0e}" + "!" * (not arm.right)
-        cells = (f"{(high - low) / 2 / middle:.0%}", against, error, f"{arm.graphs}/{arm.breaks}", paid)
+        cells = (f"{arm.spread:.0%}", against, error, f"{arm.graphs}/{arm.breaks}", paid)
         rows.append((arm.name, compiled if arm.calls else "-", number(arm.ms), *(cells if arm.calls else "-----")))
     for row in rows:
         yield " ".join(f"{cell:<{-w}}" if w < 0 else f"{cell:>{w}}" for cell, w in zip(row, WIDTHS, strict=True))
@@ -473,6 +488,8 @@ def notes(found: Measured, device: str) -> Iterator[str]:
                 f"! {arm.name} computes something else than eager, so it is not recommended. (Weights that are neither "
                 "loaded nor drawn by torch's, numpy's or Python's generators differ from process to process.)"
             )
+        elif not arm.failure and arm.spread > UNUSABLE:
+            yield f"! {arm.name} is not recommended: its spread, {arm.spread:.0%}, makes its time unusable."
     yield (
         f"compile s: on empty caches{'/on filled ones' * any(arm.warm for arm in found.arms)}. A new process pays "
         f"{number(found.start)} s more to start the compiler, which payback counts. spread: half the interval of the "
@@ -651,7 +668,7 @@ def run(given: argparse.Namespace) -> int:
         return 1
     print(*table(found), sep="\n")
     say("", *notes(found, device), "", verdict(found, given.calls))
-    if found.noise > UNUSABLE:
+    if found.doubt > UNUSABLE:
         return 1
     if code := CODE[found.choose(given.calls).name]:
         print(textwrap.indent(code, "    "))
