@@ -240,10 +240,33 @@ def measured(*, noise: float = 0.02, **milliseconds: float) -> Measured:
     """Eager takes 10 ms; arms compile in 1 s, full in 11; the compiler starts in 2."""
     arms = [Arm("eager", ms=10.0, relative=[1.0] * 9)]
     for name, ms in milliseconds.items():
-        paid = (11.0 if name == "full" else 1.0) + ms / 1e3
+        paid = 11.0 if name == "full" else 1.0
         relative = [ms / 10.0 * (1 + 0.001 * (index - 4)) for index in range(9)]
-        arms.append(Arm(name, paid=paid, calls=1, ms=ms, relative=relative, graphs=1))
+        arms.append(Arm(name, paid=paid, ms=ms, relative=relative, graphs=1))
     return Measured(arms, noise=noise, start=2.0)
+
+
+def test_progress_and_the_table_name_the_same_seconds_to_compile(tmp_path: Path, capsys) -> None:
+    asked = advise.Measurement("bert-debug", "cpu", None, thorough=False, folder=tmp_path)
+    (tmp_path / "seed").mkdir()
+    arm, facts = Arm("regional", relative=[0.5] * 9), {"ms": 20.0, "paid": 3.75, "error": 0.0, "right": True}
+    arm.process = mock.Mock(caches=tmp_path / "regional", ask=mock.Mock(return_value=facts))
+    asked._compile(arm)
+    assert capsys.readouterr().out == "regional: 3.75 s to compile\n"
+    arm.ms = 900.0  # of the race
+    assert list(table(Measured([*measured().arms, arm])))[2].split()[:3] == ["regional", "3.75", "900"]
+
+
+def test_seconds_to_compile_are_those_of_the_first_calls_less_as_many_steady_ones(
+    models, tmp_path, monkeypatch
+) -> None:
+    look(f"{models}:make", tmp_path)
+    worker = ArmWorker("full + CUDA graph", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
+    worker.load()
+    clock = mock.Mock(perf_counter=mock.Mock(side_effect=[0.0, 10.0, 20.0, 21.0]))
+    monkeypatch.setattr(advise, "time", clock)
+    monkeypatch.setitem(advise.CODE, worker.arm, "")
+    assert worker.compile()["paid"] == 10.0 - 3 * 1.0
 
 
 def test_a_race_whose_calls_got_slower_ends_when_its_seconds_are_over(tmp_path, monkeypatch) -> None:
@@ -325,7 +348,7 @@ def test_an_arm_that_differs_from_eager_or_failed_is_not_recommended(change: dic
 
 def test_the_table_fits_80_columns_and_marks_what_is_wrong() -> None:
     found = measured(full=9.95, regional=5.0)
-    found.arms.append(Arm("regional + CUDA graph", 1234.0, 123.0, 1, 0.01, [0.001] * 9, 0.3, False, 99, 88))
+    found.arms.append(Arm("regional + CUDA graph", 1234.0, 123.0, 0.01, [0.001] * 9, 0.3, False, 99, 88))
     found.arms.append(Arm("accelerate", failure="no"))
     head, eager, full, regional, graph = table(found)
     assert all(len(line) <= 80 for line in (head, eager, full, regional, graph))

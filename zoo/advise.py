@@ -218,8 +218,9 @@ class ArmWorker:
         weights = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         # Rounding, TensorFloat32 and autocast make smaller errors than these.
         right = error <= {torch.float64: 1e-6, torch.float32: 1e-2}.get(weights, 5e-2)
-        facts = {"paid": paid, "calls": calls, "error": error, "right": right, "graphs": graphs, "breaks": breaks}
-        return facts | self.time(calls=1)
+        steady = self.time(calls=1)
+        paid = max(0.0, paid - calls * steady["ms"] / 1e3)
+        return steady | {"paid": paid, "error": error, "right": right, "graphs": graphs, "breaks": breaks}
 
     def time(self, *, calls: int) -> dict[str, Any]:
         """Milliseconds a call of so many."""
@@ -341,9 +342,8 @@ class Arm:
     """What was measured of an arm: ``relative`` holds a call's time over eager's, a figure a round."""
 
     name: str
-    paid: float = 0.0  # seconds of the first calls on empty caches
+    paid: float | None = None  # seconds to compile on empty caches: of the first calls, less as many steady ones
     warm: float | None = None  # the same on filled caches
-    calls: int = 0  # number of the first calls
     ms: float = math.nan
     relative: list[float] = field(default_factory=list)
     error: float = 0.0
@@ -352,10 +352,6 @@ class Arm:
     breaks: int = 0
     failure: str = ""
     process: Any = None  # an ArmProcess, once it was started
-
-    def compile(self, paid: float | None = None) -> float:
-        """Seconds to compile: those of the first calls, less as many steady ones."""
-        return max(0.0, (self.paid if paid is None else paid) - self.calls * self.ms / 1e3)
 
     @property
     def spread(self) -> float:
@@ -390,7 +386,7 @@ class Measured:
 
     def before(self, arm: Arm) -> float:
         """Seconds that a new process without caches pays."""
-        return self.start + arm.compile() if arm.calls else 0.0
+        return 0.0 if arm.paid is None else self.start + arm.paid
 
     def total(self, arm: Arm, calls: int) -> float:
         """Seconds of so many calls in such a process."""
@@ -450,8 +446,8 @@ def verdict(found: Measured, calls: int) -> str:
         return unusable(found.doubt)
     if best is not eager:
         others = [arm for arm in found.arms if arm.usable and arm is not best and "regional" not in arm.name]
-        over = [(arm.name, arm.compile() if arm.calls else None, arm.ms, found.times(best, arm)) for arm in others]
-        told = gain(best.compile(), best.ms, over)
+        over = [(arm.name, arm.paid, arm.ms, found.times(best, arm)) for arm in others]
+        told = gain(best.paid, best.ms, over)
         return f"For {calls:,} calls run {best.name}: it {told}, and pays back after {found.payback(best):,} calls."
     later = min(found.arms, key=found.payback)
     if math.isinf(found.payback(later)):
@@ -468,14 +464,14 @@ def table(found: Measured) -> Iterator[str]:
         if arm.failure:
             continue
         times, payback = found.times(arm, found.arms[0]), found.payback(arm)
-        compiled = "/".join(number(arm.compile(paid)) for paid in (arm.paid, arm.warm) if paid is not None)
+        compiled = "/".join(number(paid) for paid in (arm.paid, arm.warm) if paid is not None)
         against = "same" if times is None else f"{times:.2f}×"
         paid = "never" if math.isinf(payback) else f"{payback:,}" if payback < 1e6 else f"{payback:.1e}"
         if max(found.noise, arm.spread) > UNUSABLE:
             against = paid = "?"
         error = f"{arm.error:.0e}" + "!" * (not arm.right)
         cells = (f"{arm.spread:.0%}", against, error, f"{arm.graphs}/{arm.breaks}", paid)
-        rows.append((arm.name, compiled if arm.calls else "-", number(arm.ms), *(cells if arm.calls else "-----")))
+        rows.append((arm.name, compiled or "-", number(arm.ms), *(cells if compiled else "-----")))
     for row in rows:
         yield " ".join(f"{cell:<{-w}}" if w < 0 else f"{cell:>{w}}" for cell, w in zip(row, WIDTHS, strict=True))
 
@@ -580,7 +576,7 @@ class Measurement:
             self.found.start = arm.process.ask("start")["seconds"]
             shutil.copytree(caches, seed)
         vars(arm).update(arm.process.ask("compile"))
-        say(f"{arm.name}: {number(arm.compile())} s to compile")
+        say(f"{arm.name}: {number(arm.paid or 0.0)} s to compile")
         if self.thorough:
             arm.process.stop()
             self._start(arm)
@@ -591,7 +587,7 @@ class Measurement:
     def _estimate(self, arm: Arm) -> None:
         """Say how long all will take, by what the first compiled arm took."""
         elapsed, others = time.monotonic() - self.began, len(self.found.arms) - 2
-        left = others * (0.5 * arm.paid + (2.0 if self.thorough else 0.5) * self.loading + (arm.warm or 0.0))
+        left = others * (0.5 * (arm.paid or 0.0) + (2.0 if self.thorough else 0.5) * self.loading + (arm.warm or 0.0))
         left += self._rounds([self.found.arms[0]] * (others + 2))[1]
         say(f"about {elapsed + left:.0f} s in all, {left:.0f} s of them left")
 
