@@ -328,8 +328,19 @@ def test_an_arm_whose_own_rounds_differ_too_much_has_no_verdict_and_the_advice_d
         note for note in advise.notes(found, "cpu") if note.startswith("! full is not recommended: its spread, ")
     )
     assert said.endswith("makes its time unusable.")
-    found.arms.pop()  # all that is left
-    assert found.doubt == loud.spread and verdict(found, 10**6) == advise.unusable(loud.spread)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_race_in_which_no_compiled_arm_is_quiet_is_unusable_though_eager_is(tmp_path: Path, quiet: bool) -> None:
+    asked = advise.Measurement("bert-debug", "cpu", None, thorough=False, folder=tmp_path)
+    times = {"eager": [200.0], "full": [200.0, 100.0, 300.0], "regional": [150.0] if quiet else [100.0, 250.0]}
+    asked.found.arms += [Arm("full"), Arm("regional")]
+    for arm in asked.found.arms:
+        cycle = itertools.cycle(times[arm.name])
+        arm.ms, arm.process = 200.0, mock.Mock(ask=lambda op, calls, cycle=cycle: {"ms": next(cycle)})
+    asked._race(asked.found.arms[1:])
+    assert [arm.usable for arm in asked.found.arms] == [True, False, quiet]
+    assert ("makes this measurement unusable" in verdict(asked.found, 10**6)) == (not quiet)
 
 
 @pytest.mark.parametrize(

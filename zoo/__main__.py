@@ -1,8 +1,4 @@
-"""The command zoo, also "python -m zoo".
-
-It lists the models, measures which way to run one pays off, writes a model's compiled regions to a folder, and says
-what is in one.
-"""
+"""List the models, measure which way to run one pays off, write compiled regions to a folder, say what is in one."""
 
 from __future__ import annotations
 
@@ -69,8 +65,9 @@ def _list(given: argparse.Namespace) -> None:
 def _compile(given: argparse.Namespace) -> None:
     check_target(Path(given.out))
     if ":" in given.name:
-        own = "zoo.save_compiled(model, folder) saves a model of your own"
-        raise ValueError(f"{given.name!r} is no preset of zoo list; {own}")
+        raise ValueError(
+            f"{given.name!r} is no preset of zoo list; zoo.save_compiled(model, folder) saves your own model"
+        )
     device = advise.device_of(given.device)
     config = {name: _value(value) for name, value in map(_pair, given.set)}
     model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)

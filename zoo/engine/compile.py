@@ -322,8 +322,7 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
         torch.cuda.synchronize()
     regions = [] if entries else [*map(region_call, plan.modules_of(without_ddp(model)).values())]
     if regions and not any(call.entries for call in regions if call is not None):
-        name = type(model).__name__
-        message = f"no region of {name} was called: give functions that call it, zoo.warm_up(model, lambda: model(x))"
+        message = f"no region of {plan.report.model} was called: give functions that call it, as lambda: model(x)"
         warnings.warn(message, RegionWarning, stacklevel=2)
     alike: dict[Hashable, list[Entry]] = defaultdict(list)
     for entry in entries:
