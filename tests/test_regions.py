@@ -21,6 +21,7 @@ from benchmarks.conformance import MODELS, OURS, losses, row, rows_of
 from tests.blocks import Block, Child, Dropping, IndexedBlock, Sequence, Stack, Wired, declared, graphs_of, nested
 from zoo import Region
 from zoo.engine import compat
+from zoo.engine.compile import MANY_SHAPES
 from zoo.engine.signature import mode
 
 
@@ -468,6 +469,26 @@ def test_a_graph_for_each_block_is_warned_of_with_its_reason() -> None:
     with warned as caught, torch.no_grad():
         model(torch.randn(2, 4))
     assert len(caught) == 1
+
+
+class Shrinking(Sequence):
+    """Gives each block fewer rows than the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)[1:]
+        return x
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_graph_for_each_shape_is_warned_of_with_what_finds_better_regions(given: bool) -> None:
+    torch.compiler.reset()
+    model, x = Shrinking(*(Block(4) for _ in range(MANY_SHAPES))), torch.randn(MANY_SHAPES + 1, 4)
+    zoo.compile_regions(model, args=(x,) if given else (), backend="eager")
+    with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="16 graphs, one for each shape") as caught:
+        model(x)
+    (said,) = [str(each.message) for each in caught]
+    assert ("with the inputs of a call" in said) is not given and "dynamic=True" in said
 
 
 class Coder(nn.Module):

@@ -62,6 +62,7 @@ class Plan:
     # Obstacles that no call has shown yet, by region; warned of when they cost a graph.
     pending: dict[str, Obstacle] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)  # warnings that were given, by region or subject
+    by_call: bool = False  # whether the regions were chosen by what a call showed
     loaded: set[str] = field(default_factory=set)  # folders of load_compiled
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -209,7 +210,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
     told = {each.region for each in report.obstacles if each.certain}
-    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending, told)
+    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending, told, example is not None)
     if _warn_of_excess not in GRAPH_LOG.listeners:
         GRAPH_LOG.listeners.append(_warn_of_excess)
 
@@ -406,9 +407,14 @@ def _warn_of_excess(entry: Entry) -> None:
     ]
     if "shapes" not in plan.told and len({e.inputs for e in alike}) >= MANY_SHAPES:
         plan.told.add("shapes")
+        remedy = "pad them to fewer shapes, or zoo.compile_regions(model, dynamic=True)"
+        by_code = not (plan.report.declared or plan.report.given or plan.by_call)
+        if by_code and len({e.name for e in alike}) > MANY_BLOCKS:  # not the first block alone, once for each call
+            call = "zoo.compile_regions(model, kwargs=...)"
+            remedy = f"with the inputs of a call, {call} finds a larger block that it repeats; without one, {remedy}"
         NOTICES.append(
             f"{plan.report.model}: {entry.name} has compiled {MANY_SHAPES} graphs, one for each shape of its inputs; "
-            "pad them to fewer shapes, or zoo.compile_regions(model, dynamic=True)"
+            f"{remedy}"
         )
     alike = [e for e in alike if e.inputs == entry.inputs and e.graphs]
     name, graphs = entry.region.__name__, sum(e.graphs for e in alike)
