@@ -453,6 +453,21 @@ def test_a_value_that_is_no_symbol_is_warned_of_when_it_has_cost_a_graph_or_when
         zoo.compile_regions(model, kwargs={"x": x}, backend="eager")
 
 
+class Broken(IndexedBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x * (self.index + 1)
+
+
+def test_the_rest_after_a_graph_break_is_no_second_graph_of_a_block_in_a_warning() -> None:
+    model = zoo.compile_regions(Sequence(*(Broken(4, place) for place in Place)), backend="eager", fullgraph=False)
+    warned = pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for blocks\.0, blocks\.1, where one would do")
+    with warned as caught, torch.no_grad():
+        model(torch.randn(2, 4))
+    assert len(caught) == 1
+
+
 class Configured(Block):
     def __init__(self, scale: int) -> None:
         super().__init__(4)

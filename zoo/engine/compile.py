@@ -416,9 +416,11 @@ def _warn_of_excess(entry: Entry) -> None:
             f"{plan.report.model}: {entry.name} has compiled {MANY_SHAPES} graphs, one for each shape of its inputs; "
             f"{remedy}"
         )
-    alike = [e for e in alike if e.inputs == entry.inputs and e.graphs]
+    # The rest of a block after a graph break is a frame of its own.
+    frame = entry.compile_id.partition("/")[0]
+    alike = [e for e in alike if e.inputs == entry.inputs and e.graphs and e.compile_id.partition("/")[0] == frame]
     name, graphs = entry.region.__name__, sum(e.graphs for e in alike)
-    places = ", ".join(e.name for e in alike)
+    places = ", ".join(dict.fromkeys(e.name for e in alike))
     if name in plan.pending and graphs > 1:
         obstacle = plan.pending.pop(name)
         plan.told.add(name)
