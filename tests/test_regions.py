@@ -419,6 +419,41 @@ def test_hooks_of_one_function_are_a_graph_for_all_blocks() -> None:
     assert sum(graphs_of(model).values()) == 1
 
 
+class Containing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = Block(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+def test_a_hook_inside_a_region_that_costs_graphs_or_cannot_be_traced_is_named_with_the_remedy() -> None:
+    kept: list[Tensor] = []
+
+    def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+        kept.append(output)
+
+    def interrupt(module: nn.Module, args: Any, output: Tensor) -> None:
+        torch._dynamo.graph_break()
+
+    model, x = Sequence(*(Containing() for _ in range(6))), torch.randn(2, 4)
+    with torch.no_grad():
+        for hook, told in ((collect, pytest.warns(zoo.RegionWarning)), (interrupt, pytest.raises(zoo.RegionError))):
+            torch.compiler.reset()
+            handles = [block.inner.register_forward_hook(hook) for block in model.blocks]
+            with told as said:
+                zoo.compile_regions(model, backend="eager")(x)
+            message = str(said.value if hook is interrupt else said[0].message)
+            assert message.endswith("if its own module is the region: regions=['blocks.*.inner', ...]")
+            zoo.uncompile(model)
+            zoo.compile_regions(model, regions=["blocks.*.inner"], backend="eager")(x)
+            assert graphs_of(model) == {"Block": 1}
+            zoo.uncompile(model)
+            for handle in handles:
+                handle.remove()
+
+
 class Refining(Sequence):
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))

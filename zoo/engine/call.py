@@ -290,6 +290,8 @@ class RegionCall:
             remedy = "The compiler writes to TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR: name writable folders"
         if "NestedTensor" in str(error):
             remedy = "nn.TransformerEncoder makes no nested tensors once its use_nested_tensor is False"
+        frames = getattr(error, "real_stack", None) or []
+        remedy += outside_of_hooks(self.module, self._name, "".join(f" in {frame.name}" for frame in frames))
         return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"
 
     def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -361,6 +363,17 @@ def has_stance() -> bool:
     """Whether a stance of the compiler forces eager code or another backend. Other stances run compiled code."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and (dynamo._stance.stance == "force_eager" or dynamo._stance.backend is not None)
+
+
+def outside_of_hooks(module: nn.Module, name: str, said: str) -> str:
+    """A remedy, after a full stop, if what Dynamo said is in a hook of a part of this region; else nothing."""
+    for path, part in module.named_modules(prefix=name):
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        outside = part is not module and not forward_in_torch_nn(own_class(part))
+        if outside and any(f" in {getattr(hook, '__name__', None)}" in said for hook in hooks):
+            alike = re.sub(r"\b\d+\b", "*", path)
+            return f". A hook runs outside of a graph if its own module is the region: regions=[{alike!r}, ...]"
+    return ""
 
 
 def _reason(error: Exception) -> str:

@@ -18,7 +18,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zoo.engine import discover
-from zoo.engine.call import NOTICES, IdleWatch, RegionCall, RegionWarning, outermost_call, region_call, set_call
+from zoo.engine.call import (
+    NOTICES,
+    IdleWatch,
+    RegionCall,
+    RegionWarning,
+    outermost_call,
+    outside_of_hooks,
+    region_call,
+    set_call,
+)
 from zoo.engine.captured import tensors_in
 from zoo.engine.compat import compile_limit_kwargs
 from zoo.engine.cuda_graph import CapturingCall
@@ -396,9 +405,9 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 
 def _warn_of_excess(entry: Entry) -> None:
     """Warn once of an obstacle that has cost a second graph for one kind of input, and of many kinds of input."""
-    plan = next((plan for plan in _PLANS.values() if plan.log_id == entry.model), None)
+    model, plan = next((each for each in _PLANS.items() if each[1].log_id == entry.model), (None, None))
     # A graph that took no time was loaded: no call of Dynamo follows, which would give the warning.
-    if plan is None or entry.backward or not entry.seconds:
+    if model is None or plan is None or entry.backward or not entry.seconds:
         return
     alike = [
         e
@@ -432,4 +441,5 @@ def _warn_of_excess(entry: Entry) -> None:
         NOTICES.append(
             f"{plan.report.model}: {graphs} graphs compiled for {places}, blocks of one structure with inputs of one "
             f"kind; further ones may follow. What differs: {reason}"
+            + outside_of_hooks(model.get_submodule(entry.name), entry.name, reason)
         )
