@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import compile_regions as accelerate_regions
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -718,6 +719,48 @@ class Batched(Sequence):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return super().forward(batch["x"])
+
+
+def by_block(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="eager")
+    return model
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+OTHERS = {
+    partial(torch.compile, backend="eager"): ("the model", "torch.compile around"),
+    in_place: ("the model", "torch.compile around"),
+    partial(accelerate_regions, backend="eager"): ("blocks.0", "torch.compile around"),
+    by_block: ("blocks.0", "took the place of its region"),
+}
+
+
+@pytest.mark.parametrize(("compile_again", "said"), OTHERS.items())
+def test_regions_that_another_compilation_leaves_out_are_told_of(compile_again, said):
+    model, x = compiled(Sequence(Block(4), Block(4), Block(4))), torch.randn(2, 4)
+    expected = copy.deepcopy(model)(x)
+    again = compile_again(model)
+    warned = pytest.warns(zoo.RegionWarning, match=f"a helper that calls it, compiles {said[0]},")
+    with warned as caught, pytest.raises(zoo.BudgetError, match=said[1]), zoo.enforce_budget(model):
+        for _ in range(2):
+            torch.testing.assert_close(again(x), expected)
+    assert len(caught) == 1
+
+
+class Helped(Sequence):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.compile(torch.tanh, backend="eager")(super().forward(x))
+
+
+def test_code_that_a_model_compiles_itself_is_not_the_models_compilation() -> None:
+    model = compiled(Helped(Block(4), Block(4), Block(4)))
+    with zoo.enforce_budget(model):
+        model(torch.randn(2, 4))
 
 
 class Scaled(Sequence):

@@ -170,9 +170,12 @@ def _not_compiled(
     bypassed: dict[str, list[str]] = {}
     for name, module in modules.items():
         if region_call(module) is None:
+            what = "it took the place of a compiled region, and ran eagerly"
+            if outermost_call(module) is not None:
+                what = "module.compile(), or a helper that calls it, took the place of its region"
             yield (
-                f"{type(module).__name__} ({name}): it took the place of a compiled region, and ran eagerly: call "
-                "zoo.uncompile(model) and zoo.compile_regions(model) again"
+                f"{type(module).__name__} ({name}): {what}: call zoo.uncompile(model) and "
+                "zoo.compile_regions(model) again"
             )
             continue
         in_stack = name.rpartition(".")[0] in entered and (plan.report.declared or not module.training)
@@ -187,7 +190,8 @@ def _not_compiled(
     for cls, names in bypassed.items():
         yield (
             f"{cls} ({', '.join(names)}): its compiled call never ran; it was bypassed (block.forward(x), "
-            "checkpoint(block.forward)) or not reached: call the module itself"
+            "checkpoint(block.forward), torch.compile around the block or the model) or not reached: call the module "
+            "itself"
         )
 
 

@@ -10,6 +10,8 @@ import linecache
 import re
 import sys
 import time
+import types
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from zoo.engine.call import region_call
+from zoo.engine.call import RegionCall, RegionWarning, region_call
 from zoo.engine.lifted import module_calls
 from zoo.engine.signature import Attribute, input_kinds, mode, own_class, signature, structure
 
@@ -69,6 +71,7 @@ class GraphLog:
         # Compilations in progress; ``graphs`` and ``seconds`` hold the counter and the clock at the start.
         self._open: dict[str, Entry] = {}
         self._next = 0
+        self._told: set[int] = set()  # numbers of models that torch.compile was seen to compile too
 
     def listen(self) -> None:
         """Register with Dynamo, once; and again after ``torch.compiler.reset()``, which drops all callbacks.
@@ -125,11 +128,35 @@ class GraphLog:
         number, now, opened = args.compile_id, time.perf_counter(), None
         if args.callback_trigger.name == "DYNAMO":
             opened = self._entry(number, graphs=_unique_graphs(), seconds=now)
+            self._warn_of_another_compiler()
         elif args.callback_trigger.name == "LAZY_BACKWARD":
             forward = next((each for each in reversed(self.entries) if each.compile_id == number), None)
             opened = forward and replace(forward, graphs=0, seconds=now, backward=True)
         if opened is not None:
             self._open[number] = opened
+
+    def _warn_of_another_compiler(self) -> None:
+        """Warn once for a model if torch.compile compiles it, or a region of it, in place of the regions' own call."""
+        frame: types.FrameType | None = sys._getframe(1)
+        running = set()
+        while frame is not None and frame.f_code is not nn.Module._wrapped_call_impl.__code__:
+            running.add(frame.f_code)
+            frame = frame.f_back
+        if frame is None or RegionCall._by_dynamo.__code__ in running:
+            return
+        module = frame.f_locals["self"]
+        module = getattr(module, "_orig_mod", module)
+        number, name = self._watched.get(module) or (self._roots.get(module), "the model")
+        # Code that a running forward calls may be compiled by itself.
+        if number is None or number in self._told or getattr(type(module).forward, "__code__", None) in running:
+            return
+        self._told.add(number)
+        model = next(type(root).__name__ for root, known in self._roots.items() if known == number)
+        message = (
+            f"{model}: torch.compile, or a helper that calls it, compiles {name}, and the regions of "
+            "zoo.compile_regions do not run there: use one of the two; zoo.uncompile(model) removes the regions"
+        )
+        warnings.warn(message, RegionWarning, stacklevel=2)
 
     def note_loaded(self, file: str) -> None:
         """Note a graph that was loaded from a file, in the first call that it serves."""
