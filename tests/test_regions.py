@@ -216,6 +216,10 @@ def scripted() -> nn.Module:
     [
         pytest.param(nested, {"Sequence": 2}, id="the outermost class"),
         pytest.param(lambda: Sequence(Block(2), Block(4), Block(8)), {}, id="copies that share nothing"),
+        pytest.param(
+            lambda: nn.ModuleList(nn.Sequential(*(nn.Linear(w, w) for _ in range(4))) for w in (2, 2, 3, 4, 5, 6)), {},
+            id="copies that mostly differ",
+        ),
         pytest.param(lambda: Sequence(Tower(6), Tower(6)), {"Mlp": 12}, id="the blocks of equal towers"),
         pytest.param(
             lambda: nn.ModuleList([Stack(), *(torch.jit.script(nn.Linear(4, 4)) for _ in range(2))]), {"Block": 3},

@@ -18,6 +18,8 @@ _CALL = 1
 _EAGER = 2
 # A class is a region if it reduces the cost of its layers to at most this part of their eager cost.
 _WORTHWHILE = 0.75
+# And if its distinct blocks hold at most this part of them: else the whole model as one graph is as little to compile.
+_DISTINCT = 0.82
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
 # Where transformers and diffusers name their blocks.
@@ -43,9 +45,10 @@ class Cut:
 
     A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
     in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
-    copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
-    taken, those of ``torch.nn`` that are made of modules are candidates, such as ``nn.Sequential``. Where nothing
-    repeats, a class that is alone in an ``nn.ModuleList`` is taken: the model may call that block again and again.
+    copies have the same structure, or if one is called twice; it is taken or left as a whole, and left if its copies
+    mostly differ. Where no such class is taken, those of ``torch.nn`` that are made of modules are candidates, such as
+    ``nn.Sequential``. Where nothing repeats, a class that is alone in an ``nn.ModuleList`` is taken: the model may call
+    that block again and again.
     ``calls``: how often one call of the model calls each module; by default, as often as its list holds it.
     """
 
@@ -112,8 +115,9 @@ class Cut:
         parts = [part for part in _outermost(self._root, self.classes) if part.cls is cls]
         kinds = {part.kind: part.layers for part in parts}
         layers, calls = sum(part.layers * part.calls for part in parts), sum(part.calls for part in parts)
-        left = sum(kinds.values()) + _CALL * calls
-        return len(kinds) < calls and left <= _WORTHWHILE * _EAGER * layers and layers >= _SHARE * self._root.layers
+        compiled = sum(kinds.values())
+        pays = compiled <= _DISTINCT * layers and compiled + _CALL * calls <= _WORTHWHILE * _EAGER * layers
+        return pays and len(kinds) < calls and layers >= _SHARE * self._root.layers
 
     def _count(self, classes: list[type[nn.Module]]) -> float:
         parts = [*_outermost(self._root, classes)]

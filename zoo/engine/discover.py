@@ -352,7 +352,7 @@ def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model; a message adds what to do."""
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
-        return f"what repeats in it ({names}) is too small to gain by regions; use torch.compile(model)"
+        return f"what repeats in it ({names}) is too small or too varied to gain by regions; use torch.compile(model)"
     reason = "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
