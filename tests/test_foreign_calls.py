@@ -238,7 +238,10 @@ class Bounded(Rated):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> None:
     model, x = Sequence(*map(Bounded, (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
-    assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
+    report = zoo.find_regions(model, args=(x,))
+    (obstacle,) = report.obstacles
+    assert report.graphs == "at least 1" and "rate (0.25, 0.5, 1.0) is given to clamp" in str(obstacle)
+    assert not zoo.find_regions(Sequence(*map(Rated, (0.25, 0.5, 1.0))), args=(x,)).obstacles
     as_uncompiled(model, x, graphs={"Bounded": 1 if backend == "eager" else 3}, budget=False, backend=backend)
 
 

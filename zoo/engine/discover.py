@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from zoo.engine.cut import Cut
-from zoo.engine.lifted import Lifted, lifted_in, number_at
+from zoo.engine.lifted import TAKE_SYMBOLS, Lifted, lifted_in, number_at
 from zoo.engine.observe import Chosen, Example, Observed, count_calls, device_shares, given_example, observe_call
 from zoo.engine.region import Region
 from zoo.engine.signature import (
@@ -219,6 +219,7 @@ def report_on(
         looked = model.training or example is not None
         zeros = list(_zero_rates(region, modules, observed, lifted[region])) if looked else []
         obstacles += zeros
+        obstacles += _numbers_alone(region, modules, observed, lifted[region]) if observed else ()
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
@@ -458,6 +459,25 @@ def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifte
                 certain=False,
                 expected=True,
             )
+
+
+def _numbers_alone(region: Region, modules: Modules, observed: Seen, symbols: Lifted) -> Iterator[Obstacle]:
+    """Floats that an operation needs as a number, such as ``clamp(max=...)``: no symbol stands for them."""
+    for name in symbols.floats:
+        for group in _by_structure(modules):
+            values = {path: value for path, module in group.items() if (value := number_at(module, name)) is not None}
+            given = [observed[path].given(value) for path, value in values.items() if observed[path].inputs]
+            shared = set.intersection(*given) if given else set()
+            needing = sorted(each for each in shared if each.rstrip("_") not in TAKE_SYMBOLS)
+            texts = [str(value) for value in dict.fromkeys(values.values())]
+            if needing and len(texts) > 1:
+                yield Obstacle(
+                    region.cls.__name__,
+                    f"{name} ({_abbreviate(texts)}) is given to {', '.join(needing)}, where the compiler needs a "
+                    f"number and no symbol: one graph for each value, {len(texts)} in total; use one value, or a "
+                    "tensor where that can be given",
+                    certain=False,
+                )
 
 
 def _contents_differ(modules: Modules, observed: Seen) -> bool:

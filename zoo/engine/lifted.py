@@ -239,6 +239,8 @@ _OF_TENSORS = {
     *(operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne),
     *("mul", "add", "sub", "div", "mul_", "add_", "sub_", "div_", "gt", "lt", "ge", "le", "eq", "ne"),
 }
+# Their names as a call shows them, with those that the compiler makes from them.
+TAKE_SYMBOLS = {each.rstrip("_") for each in _OF_TENSORS if isinstance(each, str)} | {"rsub", "bernoulli"}
 
 
 def take_other_floats_for_constants(graph: fx.GraphModule) -> None:

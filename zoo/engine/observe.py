@@ -118,6 +118,12 @@ class Observed:
     own: list[tuple[list[Any], int, Any]] = field(default_factory=list)
     calls: set[Hashable] = field(default_factory=set)
 
+    def given(self, number: Any) -> set[str]:
+        """Names of the operations that were given this float."""
+        calls: Iterator[Any] = itertools.chain.from_iterable(self.inputs.values())
+        called = (call for call in calls if call and isinstance(call[0], torch._ops.OpOverload))
+        return {func.overloadpacket.__name__ for func, floats in called if number in floats}
+
 
 def observe_call(
     model: nn.Module, chosen: Chosen, example: Example, lifted: Mapping[Region, Lifted]
