@@ -1,5 +1,6 @@
 """The call of a compiled region: by its kept code where that is right, by Dynamo where anything changed."""
 
+import builtins
 import copy
 import functools
 import gc
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import zoo
-from tests.blocks import Wired
+from tests.blocks import Wired, graphs_of
 from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
@@ -205,6 +206,47 @@ def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[nn.Module]) -> None:
     whole = torch.compile(lambda x: block(x) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(x), block._call_impl(x) + 1)
     assert by_dynamo == []
+
+
+class Broken(Wired):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, x: torch.Tensor, cache: dict[int, torch.Tensor]) -> torch.Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        cache[self.index] = x + self.index
+        return x
+
+
+def test_calls_of_a_region_that_may_break_define_no_class_and_still_learn_sizes(monkeypatch):
+    model = nn.ModuleList(map(Broken, range(4))).eval()
+    zoo.compile_regions(model, backend="eager", fullgraph=False)
+
+    def run(rows: int) -> None:
+        for index, block in enumerate(model):
+            cache: dict[int, torch.Tensor] = {}
+            x = torch.randn(rows, 4)
+            torch.testing.assert_close(block(x, cache), block.linear(x))
+            torch.testing.assert_close(cache[index], block.linear(x) + index)
+
+    defined: list[str] = []
+    define = builtins.__build_class__
+    with torch.no_grad():
+        for _ in range(3):
+            run(3)
+        graphs = sum(graphs_of(model).values())
+        noted = lambda *args, **how: defined.append(args[1]) or define(*args, **how)  # noqa: E731
+        monkeypatch.setattr(builtins, "__build_class__", noted)
+        run(3)
+        monkeypatch.undo()
+        assert not defined and sum(graphs_of(model).values()) == graphs
+        with pytest.warns(zoo.RegionWarning, match="became symbolic"):
+            run(5)
+        graphs = sum(graphs_of(model).values())
+        run(7)
+        assert sum(graphs_of(model).values()) == graphs
 
 
 def doubled(forward: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from zoo.engine.compat import full_guards, only_compiling
+from zoo.engine.compat import configured, full_guards, only_compiling
 from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
@@ -144,7 +144,7 @@ class RegionCall:
                     result = self._run(module, tuple(positional.values()), kwargs)
         except _NoSymbol as reason:
             # Not everything that takes a number takes a symbol.
-            self._lifted, self._own_index, self._learns_sizes = Lifted(), None, False
+            self._lifted, self._sizes, self._own_index, self._learns_sizes = Lifted(), None, None, False
             result = self._run(module, args, kwargs)
             self._warn_once(
                 lifted,
@@ -203,8 +203,8 @@ class RegionCall:
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
-        patch = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
-        with _patching, patch, tracing(to_run=self._runs_directly), only_compiling():
+        how = configured(config, skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
+        with _patching, how, tracing(to_run=self._runs_directly), only_compiling():
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
@@ -218,29 +218,31 @@ class RegionCall:
         return result
 
     def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-        from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-
         try:
             return self._with_symbols(args, kwargs)
-        except TorchRuntimeError:
-            raise  # an error of the model's own, with its line
-        except TorchDynamoException as error:
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+            from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+            if isinstance(error, ConstraintViolationError):
+                static = "keep its sizes static, with no mark_dynamic and dynamic=False"
+                raise RegionError(f"{self._cannot_compile(error)}, or {static}") from error
+            if isinstance(error, TorchRuntimeError) or not isinstance(error, TorchDynamoException):
+                raise  # an error of the model's own, with its line
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
-        except ConstraintViolationError as error:
-            static = "keep its sizes static, with no mark_dynamic and dynamic=False"
-            raise RegionError(f"{self._cannot_compile(error)}, or {static}") from error
 
     def _with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run with symbols for what varies, and warn when sizes turn symbolic."""
+        from torch._dynamo.utils import counters
+
         lifted, compiled = self._lifted, self._compiled_forward if self._in_hooks else self.compiled
         if lifted is None:
             return compiled(*args, **kwargs)
-        if self._sizes is None or not self._learns_sizes:
+        if self._sizes is None or (self._sizes and not self._learns_sizes):
             self._sizes = lifted.new_sizes()
-        elif not self._sizes:
+        elif not self._sizes and self._learns_sizes and (self.module.training or not self._settled):
             self._sizes = lifted.sizes_for(self.module)
             self._varied |= self.newly_varied()
         static, views = False, (*args, *kwargs.values())
@@ -251,11 +253,12 @@ class RegionCall:
             static = carry_marks(self.module, args, kwargs)
             if self._code is not None:
                 lifted.note_numbers(self.module, input_kinds((), self._bind(self.module, args, kwargs)))
-        first = not self._sizes
+        first, frames = not self._sizes, counters["frames"]["total"]
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)
         carry_writes(views, (*args, *kwargs.values()))
-        if not self._settled and (new := self.newly_varied()):
+        compiles = not self._settled or counters["frames"]["total"] != frames
+        if compiles and (new := self.newly_varied()):
             self._varied |= new
             if not first and not static:  # or they were marked
                 self._warn_once(

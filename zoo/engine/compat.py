@@ -79,6 +79,16 @@ def full_guards() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def configured(config: Any, **values: Any) -> Iterator[None]:
+    """Set entries of a configuration of torch, as its own ``patch`` does, which defines a class in each call."""
+    revert = config._make_closure_patcher(**values)()
+    try:
+        yield
+    finally:
+        revert()
+
+
+@contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Pause the garbage collector."""
     enabled = gc.isenabled()

@@ -8,6 +8,7 @@ whatever the code asks of a symbol, so a block that branches on its index still 
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import sys
@@ -23,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from zoo.engine.compat import configured
 from zoo.engine.signature import Attribute, numbers_in, structure
 
 _ABSENT = object()
@@ -57,6 +59,10 @@ class Lifted:
         values = Counter(number for name in self.ints if (number := number_at(module, name)) is not None)
         return max(values, key=values.__getitem__) if values else None
 
+    @functools.cached_property
+    def _sources(self) -> list[str]:
+        return [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
+
     @contextmanager
     def as_symbols(self, sizes: Sizes) -> Iterator[None]:
         """Inside, Dynamo takes these numbers as symbols, and sizes that differ from those in ``sizes``."""
@@ -71,7 +77,6 @@ class Lifted:
             for name in self.varying & state.automatic_dynamic.keys():
                 state.automatic_dynamic[name].scalar = pgo.auto_dynamic
         known = config.dynamic_sources
-        sources = [*map(_source, self.ints), r".*\.own_index$"] if self.ints else []
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
         call_method, call_function, setitem = tensor.call_method, builtin.call_function, tensor.method___setitem__
         if self.floats or self.varying:
@@ -81,7 +86,7 @@ class Lifted:
             builtin.call_function = _reads_by_symbols(call_function)
             tensor.method___setitem__ = lambda self, tx, *item: setitem(*_narrowed(tx, self, *item))
         try:
-            with config.patch(dynamic_sources=",".join([*filter(None, [known]), *sources])):
+            with configured(config, dynamic_sources=",".join([*filter(None, [known]), *self._sources])):
                 yield
         finally:
             pgo._CODE_STATE = before
@@ -115,17 +120,7 @@ class Lifted:
         """What Dynamo is told before the first call: the floats vary, and arguments that differed between blocks."""
         from torch._dynamo import pgo
 
-        patterns, varying = [re.compile(_source(name)) for name in self.floats], self.varying
-
-        class Known(defaultdict[str, Any]):
-            def __missing__(self, name: str) -> Any:
-                varies = name in varying or any(each.match(name) for each in patterns)
-                self[name] = entry = pgo.FrameStateSizeEntry()
-                if varies:
-                    entry.scalar = pgo.auto_dynamic
-                return entry
-
-        return defaultdict(lambda: pgo.CodeState(automatic_dynamic=Known()))
+        return defaultdict(lambda: pgo.CodeState(automatic_dynamic=_Known(self)))
 
     def varied(self, sizes: Sizes, module: str) -> frozenset[str]:
         """Names of the sizes and numbers in which calls differed, without those that ``module`` holds."""
@@ -143,6 +138,22 @@ class Lifted:
                 elif entry.scalar is auto_dynamic:
                     found.add(words)
         return frozenset(found)
+
+
+class _Known(defaultdict[str, Any]):
+    """What Dynamo knows of a size or number that it has not met."""
+
+    def __init__(self, lifted: Lifted) -> None:
+        super().__init__()
+        self._lifted = lifted
+
+    def __missing__(self, name: str) -> Any:
+        from torch._dynamo import pgo
+
+        self[name] = entry = pgo.FrameStateSizeEntry()
+        if name in self._lifted.varying or any(re.match(_source(each), name) for each in self._lifted.floats):
+            entry.scalar = pgo.auto_dynamic
+        return entry
 
 
 def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
@@ -457,25 +468,30 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
             torch._dynamo.mark_static_address(tensor)
 
 
+# Values that most objects hold, which have no container inside; and what is left as it is.
+_PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size})
+_WHOLE = (torch.Tensor, nn.Module, type)
+
+
 def _containers(holders: Iterable[dict[Any, Any]], items: int) -> Iterator[tuple[dict[Any, Any], Any, Any]]:
     seen: set[int] = set()
     todo = list(holders)
     while todo:
         holder = todo.pop()
         for key, value in list(holder.items()):
-            if isinstance(value, torch.Tensor | nn.Module | type) or id(value) in seen:
+            if type(value) in _PLAIN or isinstance(value, _WHOLE) or id(value) in seen:
                 continue
             seen.add(id(value))
             by_int = type(value) is dict and all(type(each) is int for each in value)
             if by_int or (type(value) is list and len(value) >= items):
                 yield holder, key, value
-            elif hasattr(value, "__dict__"):
-                todo.append(vars(value))
+            elif type(value).__dictoffset__:
+                todo.append(object.__getattribute__(value, "__dict__"))  # not by the object's own code
 
 
 def _write_back(own: Any, container: Any) -> None:
     if isinstance(container, list):
-        if len(own) != len(container) or any(a is not b for a, b in zip(own, container, strict=True)):
+        if len(own) != len(container) or any(map(operator.is_not, own, container)):
             container[:] = list(own)
     elif own.own is _ABSENT:
         container.pop(own.own_index, None)
