@@ -420,7 +420,7 @@ def _warn_of_excess(entry: Entry) -> None:
         by_code = not (plan.report.declared or plan.report.given or plan.by_call)
         if by_code and len({e.name for e in alike}) > MANY_BLOCKS:  # not the first block alone, once for each call
             call = "zoo.compile_regions(model, kwargs=...)"
-            remedy = f"with the inputs of a call, {call} finds a larger block that it repeats; without one, {remedy}"
+            remedy = f"with the inputs of a call, {call} finds a larger block if the call repeats one; else {remedy}"
         NOTICES.append(
             f"{plan.report.model}: {entry.name} has compiled {MANY_SHAPES} graphs, one for each shape of its inputs; "
             f"{remedy}"
