@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchvision
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers import FirstBlockCacheConfig
 from torch import Tensor, nn
@@ -233,6 +234,12 @@ def test_discovery_takes(make: Callable[[], nn.Module], found: dict[str, int]) -
     regions = zoo.find_regions(make()).regions
     assert {each.name: len(each.modules) for each in regions} == found
     assert all(each.graphs_needed == 1 for each in regions)
+
+
+def test_blocks_that_mostly_differ_are_regions_where_they_are_most_of_the_model() -> None:
+    with torch.device("meta"):
+        (found,) = zoo.find_regions(torchvision.models.resnet18()).regions
+    assert (found.name, len(found.modules), found.graphs_needed) == ("BasicBlock", 8, 7)
 
 
 class Wrapper(nn.Module):

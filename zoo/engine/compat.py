@@ -80,8 +80,13 @@ def full_guards() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def configured(config: Any, **values: Any) -> Iterator[None]:
-    """Set entries of a configuration of torch, as its own ``patch`` does, which defines a class in each call."""
-    revert = config._make_closure_patcher(**values)()
+    """Set entries of a configuration of torch as its ``patch`` does, by a faster function where torch has it."""
+    faster = getattr(config, "_make_closure_patcher", None)  # ``patch`` defines a class in each call
+    if faster is None:
+        with config.patch(**values):
+            yield
+        return
+    revert = faster(**values)()
     try:
         yield
     finally:
