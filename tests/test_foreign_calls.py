@@ -256,6 +256,7 @@ class Dropped(Wired):
         return self.depth(self.linear(x).abs() + 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*blocks of one structure:zoo.RegionWarning")  # of 2.11
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> None:
     rates = [0.0, 0.1, 0.3, 0.7, 1.0]
