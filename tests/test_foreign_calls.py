@@ -657,27 +657,6 @@ class Strict(Wired):
         return self.linear(x) * self.scale
 
 
-class Sealing(type):
-    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
-        if any(isinstance(base, Sealing) for base in bases):
-            raise TypeError(f"{name} derives from a class that allows no subclass")
-        return super().__new__(cls, name, bases, members)
-
-
-class Sealed(Wired, metaclass=Sealing):
-    def __init__(self, scale: str) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * len(self.scale)
-
-
-def test_a_class_that_allows_no_subclass_is_looked_at_by_its_code() -> None:
-    model, x = Sequence(Sealed("a"), Sealed("b"), Sealed("b")), torch.randn(2, 4)
-    assert zoo.find_regions(model, kwargs={"x": x}).graphs == zoo.find_regions(model).graphs == "2"
-
-
 class Named(Sequence):
     """Calls something else its regions, and an input ``model``."""
 

@@ -204,21 +204,18 @@ class _Unregistered:
 
 @contextlib.contextmanager
 def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterator[None]:
-    """Note which instance attributes a region reads while it runs; all of them, if its class allows no subclass."""
-    original, dotted = type(module), f"{prefix}." if prefix else ""
-    try:
+    """Note which instance attributes a region reads while it runs."""
+    original = type(module)
 
-        class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]
-            def __getattribute__(self, name: str) -> Any:
-                if observed.running and not name.startswith("_"):
-                    observed.reads.add(dotted + name)
-                return super().__getattribute__(name)
+    class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if observed.running and not name.startswith("_"):
+                observed.reads.add(f"{prefix}.{name}" if prefix else name)
+            return super().__getattribute__(name)
 
-        for name in ("__name__", "__qualname__", "__module__"):
-            setattr(Noting, name, getattr(original, name))
-        module.__class__ = Noting
-    except Exception:  # of its metaclass
-        observed.reads.update(dotted + name for name in vars(module))
+    for name in ("__name__", "__qualname__", "__module__"):
+        setattr(Noting, name, getattr(original, name))
+    module.__class__ = Noting
     try:
         yield
     finally:
