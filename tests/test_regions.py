@@ -236,7 +236,7 @@ def test_discovery_takes(make: Callable[[], nn.Module], found: dict[str, int]) -
     assert all(each.graphs_needed == 1 for each in regions)
 
 
-def test_blocks_that_mostly_differ_are_regions_where_they_are_most_of_the_model() -> None:
+def test_blocks_that_mostly_differ_are_regions_if_they_are_no_container_of_torch() -> None:
     with torch.device("meta"):
         (found,) = zoo.find_regions(torchvision.models.resnet18()).regions
     assert (found.name, len(found.modules), found.graphs_needed) == ("BasicBlock", 8, 7)

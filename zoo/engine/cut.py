@@ -18,8 +18,7 @@ _CALL = 1
 _EAGER = 2
 # A class is a region if it reduces the cost of its layers to at most this part of their eager cost.
 _WORTHWHILE = 0.75
-# And if its distinct blocks hold at most this part of them, or it is most of the model and no container of torch's:
-# blocks that hardly repeat would be a graph each beside the rest of the model.
+# A container of torch's also has to repeat: its distinct blocks hold at most this part of them.
 _DISTINCT = 0.82
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
@@ -46,10 +45,10 @@ class Cut:
 
     A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
     in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
-    copies have the same structure, or if one is called twice; it is taken or left as a whole, and left if its copies
-    mostly differ and are not most of the model. Where no such class is taken, those of ``torch.nn`` that are made of
-    modules are candidates, such as ``nn.Sequential``. Where nothing repeats, a class that is alone in an
-    ``nn.ModuleList`` is taken: the model may call that block again and again.
+    copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
+    taken, those of ``torch.nn`` that are made of modules, such as ``nn.Sequential``, are candidates if their copies do
+    not mostly differ. Where nothing repeats, a class that is alone in an ``nn.ModuleList`` is taken: the model may call
+    that block again and again.
     ``calls``: how often one call of the model calls each module; by default, as often as its list holds it.
     """
 
@@ -117,9 +116,8 @@ class Cut:
         kinds = {part.kind: part.layers for part in parts}
         layers, calls = sum(part.layers * part.calls for part in parts), sum(part.calls for part in parts)
         compiled = sum(kinds.values())
-        most = layers > self._root.layers / 2 and not forward_in_torch_nn(cls)
         pays = compiled + _CALL * calls <= _WORTHWHILE * _EAGER * layers
-        pays = pays and (most or compiled <= _DISTINCT * layers)
+        pays = pays and (compiled <= _DISTINCT * layers or not forward_in_torch_nn(cls))
         return pays and len(kinds) < calls and layers >= _SHARE * self._root.layers
 
     def _count(self, classes: list[type[nn.Module]]) -> float:
