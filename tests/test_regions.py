@@ -510,14 +510,6 @@ class Broken(IndexedBlock):
         return x * (self.index + 1)
 
 
-def test_the_rest_after_a_graph_break_is_no_second_graph_of_a_block_in_a_warning() -> None:
-    model = zoo.compile_regions(Sequence(*(Broken(4, place) for place in Place)), backend="eager", fullgraph=False)
-    warned = pytest.warns(zoo.RegionWarning, match=r"2 graphs compiled for blocks\.0, blocks\.1, where one would do")
-    with warned as caught, torch.no_grad():
-        model(torch.randn(2, 4))
-    assert len(caught) == 1
-
-
 class Configured(Block):
     def __init__(self, scale: int) -> None:
         super().__init__(4)
@@ -527,10 +519,18 @@ class Configured(Block):
         return super().forward(x) * self.config["scale"]
 
 
-def test_a_graph_for_each_block_is_warned_of_with_its_reason() -> None:
+@pytest.mark.parametrize(
+    ("blocks", "fullgraph", "graphs", "said"),
+    [
+        # The rest after a graph break is no second graph of a block.
+        (partial(map, partial(Broken, 4), Place), False, 2, r"blocks\.1, where one would do"),
+        (partial(map, Configured, range(2, 10)), True, 5, r".*config\['scale'\] == 4"),
+    ],
+)
+def test_a_graph_for_each_block_is_warned_of_once_with_its_reason(blocks, fullgraph, graphs, said):
     torch.compiler.reset()
-    model = zoo.compile_regions(Sequence(*(Configured(scale) for scale in range(2, 10))), backend="eager")
-    warned = pytest.warns(zoo.RegionWarning, match=r"5 graphs compiled for blocks\.0, .*config\['scale'\] == 4")
+    model = zoo.compile_regions(Sequence(*blocks()), backend="eager", fullgraph=fullgraph)
+    warned = pytest.warns(zoo.RegionWarning, match=rf"{graphs} graphs compiled for blocks\.0, {said}")
     with warned as caught, torch.no_grad():
         model(torch.randn(2, 4))
     assert len(caught) == 1

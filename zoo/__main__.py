@@ -81,14 +81,13 @@ def _compile(given: argparse.Namespace) -> None:
 
 def _inputs(model: Any, text: str) -> dict[str, Any]:
     if not text.startswith("decode-"):
-        return zoo.example_inputs(
-            model, **{name: _value(value) for name, value in map(_pair, filter(None, text.split(",")))}
-        )
+        sizes = map(_pair, filter(None, text.split(",")))
+        return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes})
     if not hasattr(model, "make_cache"):
         raise ValueError(f"{text} is for language models, not for a {type(model).__name__}")
-    if (sizes := re.fullmatch(r"decode-([1-9]\d*)x([1-9]\d*)", text)) is None:
+    if (found := re.fullmatch(r"decode-([1-9]\d*)x([1-9]\d*)", text)) is None:
         raise ValueError(f"--input {text}: expected rows and slots of the cache, as decode-1x1024")
-    batch, slots = map(int, sizes.groups())
+    batch, slots = map(int, found.groups())
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     return {"input_ids": tokens, "position_ids": tokens + slots // 2, "cache": model.make_cache(batch, slots)}
 

@@ -78,10 +78,13 @@ def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str
     torch.manual_seed(0)
     if importlib.util.find_spec("numpy"):
         importlib.import_module("numpy").random.seed(0)
-    preset = name in zoo.list_models()
-    make = (lambda: (made := zoo.create(name), zoo.example_inputs(made))) if preset else _function(name)
+    function = None if name in zoo.list_models() else _function(name)
     try:
-        returned: Any = make()
+        if function is None:
+            preset = zoo.create(name)
+            returned: Any = preset, zoo.example_inputs(preset)
+        else:
+            returned = function()
     except Exception as error:
         raise Refused(f"{name} failed: {_in_a_line(error)}") from error
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
@@ -308,9 +311,10 @@ class ArmProcess:
             killed = f", killed: memory is short or it took more than {STEP_SECONDS} s" * (code == -signal.SIGKILL)
             raise Failed(f"its process ended with code {code}{killed}")
         reply: dict[str, Any] = json.loads(line)
-        for word, error in (("refused", Refused), ("failed", Failed)):
-            if word in reply:
-                raise error(reply[word])
+        if "refused" in reply:
+            raise Refused(reply["refused"])
+        if "failed" in reply:
+            raise Failed(reply["failed"])
         return reply
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -438,9 +442,10 @@ def verdict(found: Measured, calls: int) -> str:
         told = gain(best.paid, best.ms, over)
         return f"For {calls:,} calls run {best.name}: it {told}, and pays back after {found.payback(best):,} calls."
     later = min(found.arms, key=found.payback)
-    why = f"{later.name} pays back only after {found.payback(later):,} calls"
     if math.isinf(found.payback(later)):
         why = f"no compiled arm is measurably faster than its {number(eager.ms)} ms a call"
+    else:
+        why = f"{later.name} pays back only after {found.payback(later):,} calls"
     return f"For {calls:,} calls run the model eagerly: {why}."
 
 
@@ -503,7 +508,7 @@ class Measurement:
         """Measure. Refused if the model cannot be measured."""
         eager, cuda = self.found.arms[0], self.model[1] == "cuda"
         say(f"eager: loading {self.model[0]}")
-        eager.process = ArmProcess(eager.name, self.folder, self.model)
+        self._start(eager)
         try:
             eager.process.ask("load")
             self.loading = time.monotonic() - self.began
@@ -524,7 +529,7 @@ class Measurement:
 
     def _group(self, arms: Sequence[Arm]) -> None:
         for arm in arms:
-            arm.process = ArmProcess(arm.name, self.folder, self.model)
+            self._start(arm)
             arm.process.send("load")
         self._each(arms, lambda arm: arm.process.answer())
         for arm in arms:
@@ -539,6 +544,9 @@ class Measurement:
         for arm in self.found.arms if arms is None else arms:
             if arm.process is not None:
                 arm.process.stop()
+
+    def _start(self, arm: Arm) -> None:
+        arm.process = ArmProcess(arm.name, self.folder, self.model)
 
     def _each(self, arms: Sequence[Arm], do: Callable[[Arm], Any]) -> None:
         """Do something with each arm that has not failed, and note what fails."""
@@ -563,7 +571,7 @@ class Measurement:
         say(f"{arm.name}: {number(arm.paid or 0.0)} s to compile")
         if self.thorough:
             arm.process.stop()
-            arm.process = ArmProcess(arm.name, self.folder, self.model)
+            self._start(arm)
             for op in ("load", "start"):
                 arm.process.ask(op)
             arm.warm = arm.process.ask("compile")["paid"]
@@ -604,7 +612,7 @@ class Measurement:
             opening = closing
         _, low, high = interval(same)
         quietest = min((arm.spread for arm in arms if arm.right and not arm.failure), default=0.0)
-        self.found.noise = max(self.found.noise, high - 1, 1 / low - 1, quietest * (quietest > UNUSABLE))
+        self.found.noise = max(self.found.noise, high - 1, 1 / low - 1, quietest if quietest > UNUSABLE else 0.0)
         eager.ms, eager.relative = median(eagers), [1.0] * len(eagers)
         self._each(arms, lambda arm: setattr(arm, "ms", eager.ms * median(arm.relative)))
 

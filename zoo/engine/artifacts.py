@@ -100,8 +100,9 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             if any(entry.graphs for entry in GRAPH_LOG.of(plan.log_id)):
                 raise ValueError(
                     f"no graph of {type(model).__name__} can be saved: its regions ran, but what runs them is not "
-                    "kept: their graphs may break (fullgraph=False), modules have hooks, every call changes what the "
-                    "guards read, such as a cache's Python attributes, or torch.compiler.reset() was called since"
+                    "kept: their graphs may break (fullgraph=False), hooks of all modules are set, every call changes "
+                    "what the guards read, such as a cache's Python attributes, or torch.compiler.reset() was called "
+                    "since"
                 )
             raise ValueError(f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...)")
         others = {}

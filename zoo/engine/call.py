@@ -199,7 +199,6 @@ class RegionCall:
 
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo import config
-        from torch._dynamo.utils import counters
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
@@ -208,30 +207,29 @@ class RegionCall:
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])
-            frames = counters["frames"]["total"]
             result = self._compile_and_run(args, kwargs)
-            self._settled = not keeps and counters["frames"]["total"] == frames
             if keeps:
+                self._settled = False  # an entry serves the next call, or Dynamo compiles
                 self._keep(module, args, kwargs, entry, known)
         while NOTICES:
             warnings.warn(NOTICES.pop(), RegionWarning, stacklevel=2)
         return result
 
     def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+        from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
         try:
             return self._with_symbols(args, kwargs)
-        except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-            from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-
-            if isinstance(error, ConstraintViolationError):
-                static = "keep its sizes static, with no mark_dynamic and dynamic=False"
-                raise RegionError(f"{self._cannot_compile(error)}, or {static}") from error
-            if isinstance(error, TorchRuntimeError) or not isinstance(error, TorchDynamoException):
-                raise  # an error of the model's own, with its line
+        except TorchRuntimeError:
+            raise  # an error of the model's own, with its line
+        except TorchDynamoException as error:
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
+        except ConstraintViolationError as error:
+            static = "keep its sizes static, with no mark_dynamic and dynamic=False"
+            raise RegionError(f"{self._cannot_compile(error)}, or {static}") from error
 
     def _with_symbols(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run with symbols for what varies, and warn when sizes turn symbolic."""
@@ -253,12 +251,12 @@ class RegionCall:
             static = carry_marks(self.module, args, kwargs)
             if self._code is not None:
                 lifted.note_numbers(self.module, input_kinds((), self._bind(self.module, args, kwargs)))
-        first, frames = not self._sizes, counters["frames"]["total"]
+        first, settled, frames = not self._sizes, self._settled, counters["frames"]["total"]
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)
         carry_writes(views, (*args, *kwargs.values()))
-        compiles = not self._settled or counters["frames"]["total"] != frames
-        if compiles and (new := self.newly_varied()):
+        self._settled = counters["frames"]["total"] == frames
+        if not (settled and self._settled) and (new := self.newly_varied()):
             self._varied |= new
             if not first and not static:  # or they were marked
                 self._warn_once(

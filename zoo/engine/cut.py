@@ -18,10 +18,10 @@ _CALL = 1
 _EAGER = 2
 # A class is a region if it reduces the cost of its layers to at most this part of their eager cost.
 _WORTHWHILE = 0.75
-# A container of torch's also has to repeat: its distinct blocks hold at most this part of them.
-_DISTINCT = 0.82
 # And if it holds at least this part of the model's layers.
 _SHARE = 0.01
+# And, for a container of torch's, if its distinct blocks hold at most this part of its layers.
+_DISTINCT = 0.82
 # Where transformers and diffusers name their blocks.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
 
@@ -116,9 +116,9 @@ class Cut:
         kinds = {part.kind: part.layers for part in parts}
         layers, calls = sum(part.layers * part.calls for part in parts), sum(part.calls for part in parts)
         compiled = sum(kinds.values())
+        repeats = len(kinds) < calls and (compiled <= _DISTINCT * layers or not forward_in_torch_nn(cls))
         pays = compiled + _CALL * calls <= _WORTHWHILE * _EAGER * layers
-        pays = pays and (compiled <= _DISTINCT * layers or not forward_in_torch_nn(cls))
-        return pays and len(kinds) < calls and layers >= _SHARE * self._root.layers
+        return repeats and pays and layers >= _SHARE * self._root.layers
 
     def _count(self, classes: list[type[nn.Module]]) -> float:
         parts = [*_outermost(self._root, classes)]

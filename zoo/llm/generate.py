@@ -259,7 +259,7 @@ class DecodeState:
             self.noise = torch.zeros(slots, batch)  # a uniform number for each draw
             self.ends = torch.full((MOST_ENDS,), -1, dtype=torch.int64)  # tokens that end a row; -1 for none
             self.pad = torch.zeros((), dtype=torch.int64)
-            self.ended = torch.zeros(batch + 1, dtype=torch.int32)  # programs of a row that ended, and rows; 0 between
+            self.ended = torch.zeros(batch + 1, dtype=torch.int32)  # counts the kernel's programs of a row, then rows
             self.temperature = torch.ones(())
             self.top_k = torch.ones((), dtype=torch.int64)
             self.top_p = torch.ones(())
