@@ -79,9 +79,10 @@ class Progress:
         for kind, seconds in plan:
             self.left[kind] += seconds
 
-    def begin(self, what: str, kind: str, seconds: float) -> None:
-        """End the current item and begin ``what``, planned to take ``seconds``."""
-        (last, planned, began), self._current = self._current, (kind, seconds, time.monotonic())
+    def begin(self, what: str, kind: str, seconds: float, more: float = 0.0) -> None:
+        """End the current item and begin ``what``, planned to take ``seconds``, and known to take ``more``."""
+        (last, planned, began), self._current = self._current, (kind, seconds + more, time.monotonic())
+        self.left[kind] += more
         self.left[last] -= planned
         self.done[last] += planned
         self.spent[last] += self._current[2] - began

@@ -17,6 +17,7 @@ from benchmarks.startup import (
     ArmRun,
     Settings,
     estimate_rounds,
+    longer_turns,
     failures_of,
     in_parallel,
     measure_compilation,
@@ -161,7 +162,8 @@ def _race_group(
     racing = [arm for arm in racing if arm.ok]
     if not racing:
         return
-    progress.begin(f"race of {len(racing)} arms, {settings.rounds} rounds", *estimate_rounds(len(racing), settings))
+    what, more = f"race of {len(racing)} arms, {settings.rounds} rounds", longer_turns(racing, settings)
+    progress.begin(what, "rounds", estimate_rounds(len(racing), settings), more)
     seed = settings.seed + first_round
     race(racing, rounds=settings.rounds, first_round=first_round, seed=seed, monitor=settings.monitor)
     progress.begin("kernel counts and profile", "counts", 1.0)

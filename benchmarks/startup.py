@@ -51,6 +51,9 @@ class Settings:
     compiler_start_up: float | None = None  # seconds, measured in a separate process
 
 
+TURN = 0.08  # seconds that an arm's turn in a round takes, if its calls are short
+
+
 @dataclass(kw_only=True)
 class ArmRun:
     """One arm during its race: its process and its row so far."""
@@ -60,6 +63,7 @@ class ArmRun:
     worker: Worker | None = None
     result: Result = field(init=False)
     calls: int = 0  # of one turn in the race
+    call_seconds: float = 0.0  # of an early call, for the estimate of the race
 
     def __post_init__(self) -> None:
         self.result = Result(case=self.case)
@@ -252,6 +256,7 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
     """Compile and capture in a ready process. Returns the costs; None for a plain eager arm."""
     assert arm.result.memory is not None
     first = worker.ask("first_call")
+    arm.call_seconds = 0.0 if arm.case.cuda_graph else min(first["later_calls"], default=0.0)
     figures = None
     if arm.compiled:
         figures = Compile(
@@ -299,8 +304,13 @@ def estimate_race(cases: Sequence[Case], settings: Settings) -> list[tuple[str, 
     arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
     jobs = [Job(arm, RACE) for arm in arms]
     items = starts(jobs_before_the_race(arms, settings), settings) + starts(jobs, settings)
-    return [*items, estimate_rounds(len(arms), settings)]
+    return [*items, ("rounds", estimate_rounds(len(arms), settings))]
 
 
-def estimate_rounds(arms: int, settings: Settings) -> tuple[str, float]:
-    return "rounds", 1.0 + 0.08 * arms * settings.rounds
+def estimate_rounds(arms: int, settings: Settings) -> float:
+    return 1.0 + TURN * arms * settings.rounds
+
+
+def longer_turns(arms: Sequence[ArmRun], settings: Settings) -> float:
+    """Seconds to add to the estimate, for calls that turned out to be long: a turn makes at least two."""
+    return settings.rounds * sum(max(0.0, 2 * arm.call_seconds - TURN) for arm in arms)

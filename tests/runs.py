@@ -25,7 +25,7 @@ class Notes:
     def __init__(self) -> None:
         self.begun, self.notes = [], []
 
-    def begin(self, what: str, kind: str, seconds: float) -> None:
+    def begin(self, what: str, kind: str, seconds: float, more: float = 0.0) -> None:
         assert kind and seconds > 0
         self.begun.append(what)
 

@@ -177,13 +177,15 @@ def test_the_host_does_not_wait_for_the_device():
 def test_lines_say_what_runs_how_far_and_how_long(monkeypatch: pytest.MonkeyPatch):
     assert [words(seconds) for seconds in (0, 7, 43, 89, 150)] == ["1 s", "7 s", "45 s", "90 s", "2 min"]
     text = io.StringIO()
-    clock = iter((0.0, 0.0, 40.0))
+    clock = iter((0.0, 0.0, 40.0, 40.0))
     monkeypatch.setattr("benchmarks.cli.time.monotonic", lambda: next(clock))
     progress = Progress(Console(file=text, width=80), [("cold", 40.0), ("rounds", 60.0)])
     progress.begin("zoo full: cold process", "cold", 40.0)
     progress.begin("a very long name of an arm that would not fit into one line of a small terminal", "rounds", 60.0)
     progress.note("an arm failed")
-    lines = text.getvalue().splitlines()
+    progress.begin("its calls are long", "counts", 0.0, more=240.0)
+    *lines, last = text.getvalue().splitlines()
+    assert last.endswith("about 4 min left")
     assert lines[-1] == "  an arm failed" and lines[0].startswith("  [  0 %] zoo full: cold process, about 2 min left")
     assert lines[1].startswith("  [ 40 %]") and len(lines) == 3
     assert all(len(line) <= 80 for line in lines) and all(line.endswith("left") for line in lines[:2])
