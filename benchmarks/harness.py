@@ -17,9 +17,9 @@ from benchmarks.startup import (
     ArmRun,
     Settings,
     estimate_rounds,
-    longer_turns,
     failures_of,
     in_parallel,
+    longer_turns,
     measure_compilation,
     prepare_race,
 )

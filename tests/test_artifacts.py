@@ -232,6 +232,8 @@ def poison(folder: Path) -> None:
         (lambda folder: (folder / "index.json").unlink(), "no folder that zoo.save_compiled wrote"),
         (lambda folder: (folder / "index.json").write_text("{}"), "another release of the zoo"),
         (partial(edit, entries=None), "another release of the zoo"),
+        (partial(edit, entries=[{}]), "another release of the zoo"),
+        (partial(edit, files={"kernels": {}}), "another release of the zoo"),
     ],
 )
 def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words, monkeypatch, tmp_path):

@@ -34,6 +34,7 @@ from zoo.engine.signature import own_class
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
 _PARTS = {"fingerprint": dict, "sources": dict, "choices": dict | None, "entries": list, "files": dict, "skipped": dict}
+_OF_FILE = {"bytes", "sha256"}
 
 
 class ArtifactError(RuntimeError):
@@ -220,9 +221,13 @@ def read_index(path: str | Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: no folder that zoo.save_compiled wrote, with an {_INDEX} in it") from error
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{path}: no index that can be read: {error}") from error
-    if not isinstance(index, dict) or not all(isinstance(index.get(name), kind) for name, kind in _PARTS.items()):
+    known = isinstance(index, dict) and all(isinstance(index.get(name), kind) for name, kind in _PARTS.items())
+    if not known or not (
+        all(isinstance(each, dict) and each.keys() >= {"file", "region", *_OF_FILE} for each in index["entries"])
+        and all(isinstance(each, dict) and each.keys() >= _OF_FILE for each in index["files"].values())
+    ):
         raise ArtifactError(f"{path}: an index of another release of the zoo")
-    return index
+    return index  # type: ignore[no-any-return]
 
 
 class _File(NamedTuple):
