@@ -51,16 +51,10 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"down_block_types": ("DownBlock2D",) * 2}, "expected DownBlock2D or Cross.* each of 3 levels"),
         ({"up_block_types": ("KUpBlock2D",) * 3}, r"up_block_types is \('KUpBlock2D', .*, expected UpBlock2D or Cross"),
         ({"layers_per_block": (1, 2)}, r"layers_per_block is \(1, 2\), expected a positive integer"),
-        ({"conv_in_kernel": 4}, "conv_in_kernel is 4, expected an odd number"),
-        ({"downsample_padding": 2}, "downsample_padding is 2"),
         ({"addition_embed_type": "text"}, "addition_embed_type is 'text', expected one of None, 'text_time'"),
         ({"addition_embed_type": "text_time"}, "addition_time_embed_dim is None, expected a pos"),
         ({"transformer_layers_per_block": (1, 2)}, "expected a positive integer for each of 3 levels"),
-        ({"transformer_layers_per_block": ((1,), (2,), 1)}, "need reverse_transformer_layers_per_block"),
-        (
-            {"transformer_layers_per_block": ((), 1, 1), "reverse_transformer_layers_per_block": (1, 1, 1)},
-            r"has \(\) for a level of 1 transformers",
-        ),
+        ({"transformer_layers_per_block": [[1], [2], 1]}, r"is \(\[1\], \[2\], 1\), expected a positive integer"),
     ],
     "gcn-debug": [
         ({"num_layers": 0}, "num_layers is 0"),

@@ -323,8 +323,16 @@ REFUSED: list[tuple[Make, str]] = [
             ("act_fn", "gelu"), ("mid_block_scale_factor", 2), ("resnet_time_scale_shift", "scale_shift"),
             ("num_class_embeds", 5), ("class_embed_type", "timestep"), ("encoder_hid_dim", 8),
             ("time_embedding_type", "fourier"), ("time_embedding_act_fn", "silu"), ("timestep_post_act", "silu"),
-            ("attention_type", "gated"), ("dual_cross_attention", True),
+            ("attention_type", "gated"), ("dual_cross_attention", True), ("time_embedding_dim", 20),
+            ("center_input_sample", True), ("flip_sin_to_cos", False), ("freq_shift", 1), ("conv_in_kernel", 1),
+            ("conv_out_kernel", 5), ("downsample_padding", 0),
         ]
+    ),
+    (
+        partial(
+            small_unet, transformer_layers_per_block=[[1], [2]], reverse_transformer_layers_per_block=[[2, 1], [1, 3]]
+        ),
+        "reverse_transformer_layers_per_block",
     ),
     (lambda: type("Mine", (UNet2DConditionModel,), {})(**unet.SIZES), "Mine is a subclass"),
     (quantizable, "QuantizableResNet is a subclass"),

@@ -3,7 +3,6 @@
 import gc
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -348,25 +347,15 @@ def test_masks_of_the_text(case: str, kind: torch.dtype) -> None:
     assert unet.relative_error(blind, found) < 1e-5
 
 
-# A mask of pixels, and what a ControlNet adds.
-CONDITIONS: list[tuple[str, dict[str, int], Callable[[Any], dict[str, Any]], float]] = [
-    (
-        "one level", {"height": 8, "width": 6},
-        lambda _: {"attention_mask": (torch.arange(48) % 3 != 0).float().expand(2, -1)}, 1e-3,
-    ),
-    *((case, {}, unet.controlnet, 1e-2) for case in ("sd", "xl", "three levels", "one level", "uneven depths")),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "sizes", "added_to", "least"), CONDITIONS)
-def test_conditions(case: str, sizes: dict[str, int], added_to: Any, least: float) -> None:
+@pytest.mark.parametrize("case", ["sd", "xl", "three levels", "one level"])
+def test_residuals_of_a_controlnet(case: str) -> None:
     theirs = unet.make(case)
-    ours, inputs = zoo.from_upstream(theirs), unet.inputs(theirs, **sizes)
-    added = added_to(ours.config)
+    ours, inputs = zoo.from_upstream(theirs), unet.inputs(theirs)
+    added = unet.controlnet(ours.config)
     with torch.no_grad():
         expected = theirs(**inputs, **added).sample
         assert unet.relative_error(ours(**inputs, **added).sample, expected) < 1e-5
-        assert unet.relative_error(ours(**inputs).sample, expected) > least
+        assert unet.relative_error(ours(**inputs).sample, expected) > 1e-2
 
 
 THEIRS: dict[str, dict[str, Any]] = {
@@ -457,10 +446,6 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
             ({"encoder_hid_dim_type": "text_proj"}, "encoder_hid_dim_type='text_proj'"),
             ({"cross_attention_dim": [24, 32]}, r"cross_attention_dim is \[24, 32\], expected a positive integer"),
             ({"norm_num_groups": None}, "norm_num_groups is None"),
-            (
-                {"reverse_transformer_layers_per_block": [[2, 0], 1, 1]},
-                "expected a positive integer for each of 3 levels",
-            ),
             ({"timestep_post_act": "silu"}, "timestep_post_act='silu' is not supported: expected None"),
             ({"brand_new": 1}, "brand_new=1"),
         )

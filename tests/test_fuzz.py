@@ -476,10 +476,7 @@ def unet_models(draw: Any) -> dict[str, Any]:
         "norm_eps": draw(one_of(1e-5, 1e-3)),
         "use_linear_projection": draw(st.booleans()),
         "upcast_attention": draw(st.booleans()),
-        "flip_sin_to_cos": draw(st.booleans()),
-        "freq_shift": draw(one_of(0, 1)),
-        "center_input_sample": draw(st.booleans()),
-        "conv_in_kernel": draw(one_of(1, 3)),
+        "center_input_sample": draw(rarely),
         "act_fn": "relu" if draw(rarely) else "silu",
         "dual_cross_attention": draw(rarely),
     }

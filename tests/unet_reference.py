@@ -38,19 +38,10 @@ CASES: dict[str, dict[str, Any]] = {
         "up_block_types": ("CrossAttnUpBlock2D",),
         "layers_per_block": 2,
     },
-    "uneven depths": {
-        "down_block_types": ("CrossAttnDownBlock2D",) * 2,
-        "up_block_types": ("CrossAttnUpBlock2D",) * 2,
-        "layers_per_block": 2,
-        "transformer_layers_per_block": [[1, 2], [2, 1]],
-        "reverse_transformer_layers_per_block": [[2, 1, 1], [1, 1, 3]],
-    },
     "groups of six and twelve": {"block_out_channels": (24, 48), "norm_num_groups": 4, "attention_head_dim": 3},
-    "guidance in the timestep": {"time_cond_proj_dim": 6, "time_embedding_dim": 20},
+    "guidance in the timestep": {"time_cond_proj_dim": 6},
     "other ends": {
-        "in_channels": 9, "out_channels": 3, "conv_in_kernel": 1, "conv_out_kernel": 5, "downsample_padding": 0,
-        "center_input_sample": True, "flip_sin_to_cos": False, "freq_shift": 1, "norm_eps": 1e-3,
-        "sample_size": [16, 24], "cross_attention_dim": [24, 24],
+        "in_channels": 9, "out_channels": 3, "norm_eps": 1e-3, "sample_size": [16, 24], "cross_attention_dim": [24, 24],
     },
 }  # fmt: skip
 

@@ -15,12 +15,11 @@ Shape legend: B images, C channels, H height, W width, T = H W tokens, R = B T r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run, to_images, to_rows
@@ -41,9 +40,6 @@ _TYPES = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }  # fmt: skip
 _PER_LEVEL = ("layers_per_block", "transformer_layers_per_block", "num_attention_heads")
-_REVERSED = "reverse_transformer_layers_per_block"
-
-Depths: TypeAlias = tuple[int | tuple[int, ...], ...]  # transformer depths, one per level or one per transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +73,10 @@ class UNetConfig:
         down_block_types: ``"DownBlock2D"`` or ``"CrossAttnDownBlock2D"`` for each level.
         up_block_types: ``"UpBlock2D"`` or ``"CrossAttnUpBlock2D"`` for each level.
         layers_per_block: Resnet blocks of each level on the way down; one more on the way up.
-        transformer_layers_per_block: Transformer blocks per level, or per transformer of each level.
-        reverse_transformer_layers_per_block: The same for the way up; None mirrors the way down.
+        transformer_layers_per_block: Blocks of each transformer of a level.
         addition_embed_type: ``"text_time"`` for a pooled condition and sizes in addition to the timestep, as in SDXL.
         projection_class_embeddings_input_dim: Width of the pooled condition and all embedded sizes together.
         time_cond_proj_dim: Width of an additional condition (guidance scale), or None.
-        time_embedding_dim: Width of the embedded timestep; by default four times the first level's width.
         upcast_attention: Kept for the checkpoint only; attention always accumulates in float32.
         sample_size: Height and width of the training samples; for pipelines.
     """
@@ -93,53 +87,35 @@ class UNetConfig:
     down_block_types: tuple[str, ...]
     up_block_types: tuple[str, ...]
     layers_per_block: int | tuple[int, ...]
-    transformer_layers_per_block: int | Depths
+    transformer_layers_per_block: int | tuple[int, ...]
     num_attention_heads: int | tuple[int, ...]
     cross_attention_dim: int
-    reverse_transformer_layers_per_block: Depths | None = None
     use_linear_projection: bool = False
     addition_embed_type: str | None = None
     addition_time_embed_dim: int | None = None
     projection_class_embeddings_input_dim: int | None = None
     time_cond_proj_dim: int | None = None
-    time_embedding_dim: int | None = None
     norm_num_groups: int = 32
     norm_eps: float = 1e-5
     dropout: float = 0.0
-    flip_sin_to_cos: bool = True
-    freq_shift: int = 0
-    downsample_padding: int = 1
-    center_input_sample: bool = False
-    conv_in_kernel: int = 3
-    conv_out_kernel: int = 3
     upcast_attention: bool = False
     sample_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         levels = len(self.block_out_channels)
-        # Configurations from files often have lists, which never equal tuples.
-        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL, _REVERSED):
-            value = _frozen(getattr(self, name))
-            value = (value,) * levels if name in _PER_LEVEL and isinstance(value, int) else value
-            object.__setattr__(self, name, value)
-        kernels = ("conv_in_kernel", "conv_out_kernel")
-        validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups", *kernels)
-        for name in kernels:
-            if getattr(self, name) % 2 == 0:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected an odd number: others change the size")
-        validate.one_of(self, "downsample_padding", (0, 1))
+        for name in ("block_out_channels", "down_block_types", "up_block_types", "sample_size", *_PER_LEVEL):
+            value = getattr(self, name)
+            if name in _PER_LEVEL and isinstance(value, int):
+                value = (value,) * levels
+            # Configurations from files have lists, which never equal tuples.
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        validate.positive(self, "in_channels", "out_channels", "cross_attention_dim", "norm_num_groups")
         validate.one_of(self, "addition_embed_type", (None, "text_time"))
         if self.addition_embed_type == "text_time":
             validate.positive(self, "addition_time_embed_dim", "projection_class_embeddings_input_dim")
-        depths: Any = self.transformer_layers_per_block
-        if self.reverse_transformer_layers_per_block is None and any(isinstance(depth, tuple) for depth in depths):
-            raise ValueError(f"transformer_layers_per_block is {depths}: depths of each transformer need {_REVERSED}")
-        for name in ("block_out_channels", *_PER_LEVEL, _REVERSED):
+        for name in ("block_out_channels", *_PER_LEVEL):
             values = getattr(self, name)
-            if name == _REVERSED and values is None:
-                continue
-            counts = pytree.tree_leaves(values) if name.endswith("transformer_layers_per_block") else values
-            if not levels or len(values) != levels or not all(map(validate.is_count, counts)):
+            if not levels or len(values) != levels or not all(map(validate.is_count, values)):
                 raise ValueError(f"{name} is {values!r}, expected a positive integer for each of {levels} levels")
         for name, known in _TYPES.items():
             values = getattr(self, name)
@@ -155,7 +131,7 @@ class UNetConfig:
     @property
     def time_width(self) -> int:
         """Width of the embedded timestep."""
-        return self.time_embedding_dim or 4 * self.block_out_channels[0]
+        return 4 * self.block_out_channels[0]
 
     @property
     def reduction(self) -> int:
@@ -168,43 +144,34 @@ class UNetConfig:
         layers: Any = self.layers_per_block
         for level, kind in enumerate(self.down_block_types):
             inputs = widths[max(level - 1, 0)], *[widths[level]] * (layers[level] - 1)
-            blocks = self._blocks(level, kind, self.transformer_layers_per_block, inputs, [0] * layers[level])
+            blocks = self._blocks(level, kind, inputs, [0] * layers[level])
             levels.append(LevelShape(blocks=blocks, resample=level < len(widths) - 1))
         return tuple(levels)
 
     def middle(self) -> LevelShape:
         """The blocks in the middle: the first has a transformer, the second does not."""
         last, width = len(self.block_out_channels) - 1, self.block_out_channels[-1:]
-        depths, kinds = self.transformer_layers_per_block, ("CrossAttnDownBlock2D", "DownBlock2D")
-        blocks = tuple(self._blocks(last, kind, depths, width, [0])[0] for kind in kinds)
-        return LevelShape(blocks=blocks, resample=False)
+        first, second = (self._blocks(last, kind, width, [0]) for kind in ("CrossAttnDownBlock2D", "DownBlock2D"))
+        return LevelShape(blocks=first + second, resample=False)
 
     def up(self) -> tuple[LevelShape, ...]:
         """The levels on the way up, the smallest size first. A level's last skip is the input of its way-down level."""
         widths, last, levels = self.block_out_channels, len(self.block_out_channels) - 1, []
         layers: Any = self.layers_per_block
-        depths: Any = self.transformer_layers_per_block
-        if self.reverse_transformer_layers_per_block is not None:
-            depths = self.reverse_transformer_layers_per_block[::-1]
         for level, kind in zip(range(last, -1, -1), self.up_block_types, strict=True):
             own = [widths[level]] * layers[level]
             inputs, skips = (widths[min(level + 1, last)], *own), (*own, widths[max(level - 1, 0)])
-            levels.append(LevelShape(blocks=self._blocks(level, kind, depths, inputs, skips), resample=level > 0))
+            levels.append(LevelShape(blocks=self._blocks(level, kind, inputs, skips), resample=level > 0))
         return tuple(levels)
 
-    def _blocks(
-        self, level: int, kind: str, depths: Any, inputs: Sequence[int], skips: Sequence[int]
-    ) -> tuple[BlockShape, ...]:
+    def _blocks(self, level: int, kind: str, inputs: Sequence[int], skips: Sequence[int]) -> tuple[BlockShape, ...]:
         """The blocks of a level (the largest is 0), from the channels of each previous block and each skip."""
         heads: Any = self.num_attention_heads
-        depth = depths[level] if kind.startswith("CrossAttn") else None
-        depth = depth if isinstance(depth, tuple) else (depth,) * len(inputs)
-        if len(depth) < len(inputs):
-            raise ValueError(f"transformer_layers_per_block has {depth} for a level of {len(inputs)} transformers")
-        outputs = self.block_out_channels[level]
+        depths: Any = self.transformer_layers_per_block
+        depth, outputs = depths[level] if kind.startswith("CrossAttn") else None, self.block_out_channels[level]
         return tuple(
-            BlockShape(inputs=each, skip=skip, outputs=outputs, depth=own, heads=heads[level])
-            for each, skip, own in zip(inputs, skips, depth, strict=False)
+            BlockShape(inputs=each, skip=skip, outputs=outputs, depth=depth, heads=heads[level])
+            for each, skip in zip(inputs, skips, strict=True)
         )
 
     def levels(self) -> tuple[LevelShape, ...]:
@@ -224,10 +191,6 @@ class UNetConfig:
                 reduction *= 2
                 found.append((level.blocks[-1].outputs, reduction))
         return tuple(found)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 # Options of Stable Diffusion 1 and 2, and diffusers' defaults.
@@ -352,14 +315,13 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(
-        self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None, self_bias: Tensor | None = None,
-        text_bias: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, text: Tensor, ends: Sequence[Tensor | None] | None = None, text_bias: Tensor | None = None
+    ) -> Tensor:
         """X [R, C] -> [R, C]; with ``ends`` an image [B, C, H, W] -> an image of the same shape.
 
         Text [B, L, 2 C] holds keys and values, concatenated. ``ends`` is for a transformer of one block: weight and
-        bias of the transformer's norm, of its first product and of its last. The biases [B, 1, 1, T] and [B, 1, 1, L],
-        or None, are added to the scores of self-attention and of attention to the text.
+        bias of the transformer's norm, of its first product and of its last. ``text_bias`` [B, 1, 1, L] is added to the
+        scores of attention to the text.
         """
         if ends is not None:
             image, x = x, enter(x, ends, self.groups)
@@ -370,7 +332,7 @@ class TransformerBlock(nn.Module):
         normed = layer_norm(x, self.norm1.weight, self.norm1.bias, EPS)
         # The backward of one unbind is one stack of the three gradients.
         q, k, v = product(normed, self.qkv).view(batch, -1, 3, *heads).unbind(2)
-        attended = product(short_attention(q, k, v, self_bias), self.self_out)
+        attended = product(short_attention(q, k, v), self.self_out)
         ahead = text_out.bias if text_bias_ahead else None
         x, normed = add_norm(attended, x, self.norm2.weight, self.norm2.bias, ahead, EPS)
         q = product(normed, self.query).view(batch, -1, *heads)
@@ -421,15 +383,15 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(width, shape.heads, self.groups) for _ in range(shape.depth))
         self.proj_out = nn.Linear(width, width) if config.use_linear_projection else nn.Conv2d(width, width, 1)
 
-    def forward(self, x: Tensor, texts: Sequence[Tensor], *biases: Tensor | None) -> Tensor:
-        """X [B, C, H, W], keys and values [B, L, 2 C] per block, and both score biases -> [B, C, H, W]."""
+    def forward(self, x: Tensor, texts: Sequence[Tensor], text_bias: Tensor | None = None) -> Tensor:
+        """X [B, C, H, W], keys and values [B, L, 2 C] per block, and a bias of scores [B, 1, 1, L] -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
         if len(self.blocks) == 1:  # both ends are part of its region
-            return self.blocks[0](x, texts[0], ends, *biases)
+            return self.blocks[0](x, texts[0], ends, text_bias)
         rows = enter(x, ends, self.groups)
         for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text, None, *biases)
+            rows = block(rows, text, None, text_bias)
         return leave(rows, x, ends)
 
 
@@ -439,7 +401,6 @@ class Conditioning:
 
     shifts: Sequence[Tensor]  # [B, C] for each resnet block
     texts: Sequence[Sequence[Tensor]]  # per resnet block: keys and values [B, L, 2 C] of its transformer's blocks
-    self_bias: Tensor | None  # [B, 1, 1, T], added to scores of self-attention
     text_bias: Tensor | None  # [B, 1, 1, L], added to scores of attention to the text
 
 
@@ -453,8 +414,7 @@ class Level(nn.Module):
             nn.Identity() if block.depth is None else Transformer(config, block) for block in shape.blocks
         )
         width, up = shape.blocks[-1].outputs, shape.blocks[0].skip > 0
-        halve, padding = shape.resample and not up, config.downsample_padding
-        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=padding) if halve else None
+        self.downsample = nn.Conv2d(width, width, 3, stride=2, padding=1) if shape.resample and not up else None
         self.upsample = nn.Conv2d(width, width, 3, padding=1) if shape.resample and up else None
 
     def forward(self, x: Tensor, conditioning: Conditioning, skips: Sequence[Tensor] | None = None) -> list[Tensor]:
@@ -466,11 +426,11 @@ class Level(nn.Module):
         for index, (resnet, transformer) in enumerate(zip(self.resnets, self.transformers, strict=True)):
             x = resnet(x, None if skips is None else skips[index], conditioning.shifts[index])
             if isinstance(transformer, Transformer):
-                x = transformer(x, conditioning.texts[index], conditioning.self_bias, conditioning.text_bias)
+                x = transformer(x, conditioning.texts[index], conditioning.text_bias)
             if skips is None:
                 outputs.append(x)
         if self.downsample is not None:
-            outputs.append(conv(x if any(self.downsample.padding) else F.pad(x, (0, 1, 0, 1)), self.downsample))
+            outputs.append(conv(x, self.downsample))
         if self.upsample is not None:
             x = conv(F.interpolate(x, scale_factor=2.0, mode="nearest"), self.upsample)
         return outputs or [x]

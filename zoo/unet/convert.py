@@ -53,7 +53,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "num_class_embeds": (None,), "class_embeddings_concat": (False,), "resnet_time_scale_shift": ("default",),
     "resnet_skip_time_act": (False,), "time_embedding_type": ("positional",), "time_embedding_act_fn": (None,),
     "timestep_post_act": (None,), "attention_type": ("default",), "cross_attention_norm": (None,),
-    "addition_embed_type_num_heads": (64,),
+    "addition_embed_type_num_heads": (64,), "reverse_transformer_layers_per_block": (None,),
+    "time_embedding_dim": (None,), "flip_sin_to_cos": (True,), "freq_shift": (0,), "center_input_sample": (False,),
+    "conv_in_kernel": (3,), "conv_out_kernel": (3,), "downsample_padding": (1,),
 }  # fmt: skip
 _STEM = "diffusion_pytorch_model"
 # Files to fetch from the hub: weights once, whole or in shards.
@@ -83,7 +85,7 @@ def upstream_config(config: UNetConfig) -> dict[str, Any]:
     options = {name: getattr(config, name) for name in _SAME}
     options["attention_head_dim"] = config.num_attention_heads
     for name in ("layers_per_block", "transformer_layers_per_block", "attention_head_dim"):
-        if len(set(options[name])) == 1 and not isinstance(options[name][0], tuple):
+        if len(set(options[name])) == 1:
             options[name] = options[name][0]  # as in most checkpoints
     return options
 

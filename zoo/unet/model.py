@@ -64,12 +64,11 @@ class Conditions(nn.Module):
         [B, F].
         """
         config, dtype = self.config, self.time_embedding.linear_1.weight.dtype
-        options = config.flip_sin_to_cos, config.freq_shift
-        embedded = self.time_embedding(sinusoids(timesteps, config.block_out_channels[0], *options).to(dtype), cond)
+        embedded = self.time_embedding(sinusoids(timesteps, config.block_out_channels[0]).to(dtype), cond)
         if self.add_embedding is None:
             return embedded
         assert added is not None and config.addition_time_embed_dim is not None
-        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim, *options).flatten(1)
+        sizes = sinusoids(added["time_ids"], config.addition_time_embed_dim).flatten(1)
         pooled = torch.cat([added["text_embeds"], sizes], dim=-1)
         return embedded + self.add_embedding(pooled.to(dtype))
 
@@ -110,13 +109,13 @@ class TextProjections(nn.Module):
         return linear(text, self.weight)
 
 
-def sinusoids(values: Tensor, width: int, cosines_first: bool, freq_shift: int) -> Tensor:
-    """Sines and cosines of falling frequencies: [...] -> [..., width] in float32, or in float64 for float64 input."""
+def sinusoids(values: Tensor, width: int) -> Tensor:
+    """Cosines and sines of falling frequencies: [...] -> [..., width] in float32, or in float64 for float64 input."""
     half = width // 2
     # Rounded in diffusers' order: half an ulp of a frequency becomes many ulps in the angle of a late timestep.
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=values.device)
-    angles = values[..., None] * torch.exp(exponents / (half - freq_shift))
-    joined = torch.cat([angles.cos(), angles.sin()] if cosines_first else [angles.sin(), angles.cos()], dim=-1)
+    angles = values[..., None] * torch.exp(exponents / half)
+    joined = torch.cat([angles.cos(), angles.sin()], dim=-1)
     return F.pad(joined, (0, 1)) if width % 2 else joined
 
 
@@ -162,14 +161,13 @@ class UNet(nn.Module):
         self.time_projections = TimeProjections(config.time_width, [block.outputs for block in blocks])
         attending = [block.outputs for block in blocks for _ in range(block.depth or 0)]
         self.text_projections = TextProjections(config.cross_attention_dim, attending)
-        kernels = config.conv_in_kernel, config.conv_out_kernel
-        self.conv_in = nn.Conv2d(config.in_channels, first, kernels[0], padding=kernels[0] // 2)
+        self.conv_in = nn.Conv2d(config.in_channels, first, 3, padding=1)
         self.down = nn.ModuleList(Level(config, level) for level in config.down())
         self.middle = Level(config, config.middle())
         self.up = nn.ModuleList(Level(config, level) for level in config.up())
         self._depths = [[block.depth or 0 for block in level.blocks] for level in config.levels()]
         self.norm_out = nn.GroupNorm(config.norm_num_groups, first, eps=config.norm_eps)
-        self.conv_out = nn.Conv2d(first, config.out_channels, kernels[1], padding=kernels[1] // 2)
+        self.conv_out = nn.Conv2d(first, config.out_channels, 3, padding=1)
         keep_channels_last(self)
 
     @property
@@ -197,7 +195,7 @@ class UNet(nn.Module):
     def forward(
         self, sample: Tensor, timestep: Tensor | float | int | TimeShifts,
         encoder_hidden_states: Tensor | TextKeysValues, class_labels: None = None, timestep_cond: Tensor | None = None,
-        attention_mask: Tensor | None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
+        attention_mask: None = None, cross_attention_kwargs: Mapping[str, Any] | None = None,
         added_cond_kwargs: Mapping[str, Tensor] | None = None,
         down_block_additional_residuals: Sequence[Tensor] | None = None,
         mid_block_additional_residual: Tensor | None = None, down_intrablock_additional_residuals: None = None,
@@ -215,8 +213,7 @@ class UNet(nn.Module):
             encoder_hidden_states: [B, L, D]; or ``TextKeysValues``.
             class_labels: Not supported.
             timestep_cond: [B, F] with ``config.time_cond_proj_dim``.
-            attention_mask: [B, T], 0 for pixels that self-attention ignores; only for models whose transformers all
-                have the same T pixels.
+            attention_mask: Not supported.
             cross_attention_kwargs: Only ``{"scale": 1.0}``: LoRA weights are merged on conversion.
             added_cond_kwargs: ``text_embeds`` [B, X] and ``time_ids`` [B, Y] with ``addition_embed_type``.
             down_block_additional_residuals: ControlNet residuals, one per skip connection, added to it.
@@ -229,9 +226,12 @@ class UNet(nn.Module):
             TypeError, ValueError: If an input does not fit, before anything runs.
         """
         config, weight = self.config, self.conv_in.weight
-        if class_labels is not None or down_intrablock_additional_residuals is not None:
-            name = "down_intrablock_additional_residuals" if class_labels is None else "class_labels"
-            raise ValueError(f"{name} is given, which is not supported; leave it out")
+        for name, value in (
+            ("class_labels", class_labels), ("attention_mask", attention_mask),
+            ("down_intrablock_additional_residuals", down_intrablock_additional_residuals),
+        ):  # fmt: skip
+            if value is not None:
+                raise ValueError(f"{name} is given, which is not supported; leave it out")
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
             raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
         _check_sample(sample, config, weight)
@@ -243,13 +243,10 @@ class UNet(nn.Module):
             _check_rows(encoder_hidden_states, batch)
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
-        _check_projected(self, shifts, keys_values, sample)
-        _check_masks(attention_mask, encoder_attention_mask, config, sample, keys_values.shape[1])
+        _check_projected(self, shifts, keys_values, encoder_attention_mask, sample)
         _check_residuals(down_block_additional_residuals, mid_block_additional_residual, config, sample)
-        x = sample.contiguous(memory_format=torch.channels_last)
-        x = conv(2 * x - 1.0 if config.center_input_sample else x, self.conv_in)
-        masks = attention_mask, encoder_attention_mask
-        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, masks)
+        x = conv(sample.contiguous(memory_format=torch.channels_last), self.conv_in)
+        conditioning = self._conditioning(shifts.expand(batch, -1), keys_values, encoder_attention_mask)
         skips = [x]
         for level, given in zip(self.down, conditioning, strict=False):
             skips += level(skips[-1], given)
@@ -288,17 +285,16 @@ class UNet(nn.Module):
         validate.tensor("encoder_hidden_states", encoder_hidden_states, f"B L {width}", like=weight, hint=hint)
         return TextKeysValues(self.text_projections(encoder_hidden_states))
 
-    def _conditioning(self, shifts: Tensor, keys_values: Tensor, masks: Sequence[Tensor | None]) -> list[Conditioning]:
-        """Split shifts [B, S] and keys and values [B, L, K] among levels, in running order; turn masks into biases."""
+    def _conditioning(self, shifts: Tensor, keys_values: Tensor, mask: Tensor | None) -> list[Conditioning]:
+        """Split shifts [B, S] and keys and values [B, L, K] among levels, in running order; turn the mask to a bias."""
         own_shifts = list(shifts.split(self.time_projections.channels, dim=-1))
         texts = list(keys_values.split([2 * channels for channels in self.text_projections.channels], dim=-1))
         # As in diffusers: 0 for a visible token, -10000 for a masked token.
-        dtype = keys_values.dtype
-        biases = [None if mask is None else ((1 - mask.to(dtype)) * -10000.0)[:, None, None] for mask in masks]
+        bias = None if mask is None else ((1 - mask.to(keys_values.dtype)) * -10000.0)[:, None, None]
         found = []
         for depths in self._depths:
             own_texts = [[texts.pop(0) for _ in range(depth)] for depth in depths]
-            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, *biases))
+            found.append(Conditioning([own_shifts.pop(0) for _ in depths], own_texts, bias))
         return found
 
 
@@ -385,13 +381,18 @@ def _check_conditions(
             raise ValueError(f"text_embeds and time_ids: {sums}; the model takes {takes}")
 
 
-def _check_projected(model: UNet, shifts: Tensor, keys_values: Tensor, sample: Tensor) -> None:
+def _check_projected(
+    model: UNet, shifts: Tensor, keys_values: Tensor, text_mask: Tensor | None, sample: Tensor
+) -> None:
     sizes = {"B": sample.shape[0], "S": len(model.time_projections.bias), "K": len(model.text_projections.weight)}
     like: dict[str, Any] = {"sizes": sizes, "like": sample.device, "like_name": "sample"}
     hint = "; make it with this model's time_shifts, and take one step's of a whole run"
     validate.tensor("timestep", shifts, "B S | 1 S", hint=hint, **like)
     hint = "; use this model's text_keys_values, with a row for each row of the sample"
     validate.tensor("encoder_hidden_states", keys_values, "B L K", hint=hint, **like)
+    if text_mask is not None:
+        shape = f"B {keys_values.shape[1]}"
+        validate.tensor("encoder_attention_mask", text_mask, shape, hint=": 1 is seen and 0 is not", **like)
 
 
 def _check_rows(text: Any, batch: int) -> None:
@@ -401,25 +402,6 @@ def _check_rows(text: Any, batch: int) -> None:
             f"encoder_hidden_states has shape {list(text.shape)}, expected [{batch}, L, D], a row for each row of the "
             "sample, which guidance doubles: torch.cat([sample] * 2)"
         )
-
-
-def _check_masks(
-    attention_mask: Tensor | None, text_mask: Tensor | None, config: UNetConfig, sample: Tensor, tokens: int
-) -> None:
-    (batch, _, height, width), levels = sample.shape, len(config.block_out_channels)
-    options: dict[str, Any] = {"like": sample.device, "like_name": "sample", "hint": ": 1 is seen and 0 is not"}
-    if text_mask is not None:
-        validate.tensor("encoder_attention_mask", text_mask, f"{batch} {tokens}", **options)
-    if attention_mask is not None:
-        halvings = (*range(levels), levels - 1, *range(levels)[::-1])
-        attending = zip(halvings, config.levels(), strict=True)
-        sizes = sorted({height * width // 4**times for times, level in attending if level.blocks[0].depth is not None})
-        if len(sizes) != 1:
-            raise ValueError(
-                f"attention_mask is given, but self-attention runs over {sizes} pixels: a mask fits one of them; "
-                "leave it out (encoder_attention_mask hides tokens of the text)"
-            )
-        validate.tensor("attention_mask", attention_mask, f"{batch} {sizes[0]}", **options)
 
 
 def _check_residuals(
