@@ -524,7 +524,6 @@ PACKED: list[tuple[Any, ...]] = [
     ({"attention_mask": MASK[:1]}, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
     ({"attention_mask": torch.tensor([[1, 0, 0, 0, 0], [0] * 5])}, r"row\(s\) \[1\] have no token"),
     ({"attention_mask": MASK * 0}, r"row\(s\) \[0, 1\] have no token"),
-    ({"position_ids": MASK[0]}, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
     ({"rows": 1}, "input_ids is 2 x 5, but rows is 1 and length 5"),
     ({"length": 4}, "rows is 2 and length 4"),
     ({"length": 65, "config": PRESETS["bert-debug"]}, "length is 65, but the model has 64 positions"),

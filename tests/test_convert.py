@@ -154,13 +154,8 @@ AUTO = {
 # The family, a model, what reads it back, and inputs.
 FOLDERS: dict[str, tuple[str, Make, Any, Callable[[Any], dict[str, Any]]]] = {
     **{
-        f"{kind} {head} {options}": (
-            "bert", partial(bert.make, kind, head, **options), AUTO[head], lambda _, kind=kind: bert.batch(kind),
-        )
-        for kind, head, options in [
-            *((kind, head, {}) for kind, head in bert.CASES),
-            *((kind, "masked-lm", {"tie_word_embeddings": False}) for kind in bert.KINDS),
-        ]
+        f"{kind} {head}": ("bert", partial(bert.make, kind, head), AUTO[head], lambda _, kind=kind: bert.batch(kind))
+        for kind, head in bert.CASES
     },
     **{
         kind: (
@@ -301,6 +296,7 @@ REFUSED: list[tuple[Make, str]] = [
             ("hidden_act", "silu"),
         ]
     ),
+    (partial(bert.make, "bert", "masked-lm", tie_word_embeddings=False), "tie_word_embeddings=False"),
     *(
         (partial(llm.make, kind, **options), f"transformers' {kind} with {words}")
         for kind, options, words in [

@@ -164,7 +164,7 @@ def bert_models(draw: Any) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
         "pad_token_id": pad,
         "hidden_act": "silu" if draw(rarely) else draw(one_of("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")),
         "is_decoder": kind == "Bert" and draw(rarely),
-        "tie_word_embeddings": draw(one_of(True, False)),
+        "tie_word_embeddings": not draw(rarely),
     }
     if "classification" in head:
         options |= {"num_labels": draw(st.integers(1, 4)), "classifier_dropout": draw(one_of(None, 0.3))}

@@ -23,8 +23,8 @@ from zoo.validate import warn
 
 Model = TypeVar("Model", bound=nn.Module)
 Table = Mapping[str, "str | Placement"]
-# Zero where a checkpoint lacks them: no output in eval mode depends on either.
-_OPTIONAL = ("unused_bias", "num_batches_tracked")
+# Zero where a checkpoint lacks it: no output in eval mode depends on it.
+_OPTIONAL = "num_batches_tracked"
 
 
 class WeightsWarning(UserWarning):

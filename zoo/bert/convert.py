@@ -68,15 +68,9 @@ def table(config: BertConfig) -> Table:
     names |= _HEAD_TABLES.get(f"{config.kind} {config.head}") or _HEAD_TABLES.get(config.head, {})
     if config.head == "masked-lm":
         theirs = "cls.predictions" if config.kind == "bert" else "lm_head"
-        if config.tie_word_embeddings:
-            names[f"{theirs}.bias"] = "head.bias"
-            names[f"{theirs}.decoder.weight"] = Placement("embeddings.word_embeddings.weight", repeated=True)
-            names[f"{theirs}.decoder.bias"] = Placement("head.bias", repeated=True)
-        else:
-            # Untied, transformers' product has its own bias, and the other bias is unused.
-            names[f"{theirs}.bias"] = "head.unused_bias"
-            names[f"{theirs}.decoder.weight"] = "decoder.weight"
-            names[f"{theirs}.decoder.bias"] = "head.bias"
+        names[f"{theirs}.bias"] = "head.bias"
+        names[f"{theirs}.decoder.weight"] = Placement("embeddings.word_embeddings.weight", repeated=True)
+        names[f"{theirs}.decoder.bias"] = Placement("head.bias", repeated=True)
     return names
 
 
@@ -95,12 +89,12 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
             fitted[name] = tensors[key]
         elif not bare.startswith(_OTHERS) and bare not in _OLD_BUFFERS:
             fitted[key] = tensors[key]  # unknown: fill() reports it
-    of_head = [key for key, place in places.items() if place.name.startswith(("head.", "decoder."))]
+    of_head = [key for key, place in places.items() if place.name.startswith("head.")]
     for what, is_pooler in (("pooler", True), (f"{config.head} head", False)):
         group = [key for key in of_head if ("pooler." in key) == is_pooler and not places[key].repeated]
         if group and not fitted.keys() & group:
             like, drawn = next(iter(fitted.values()), torch.empty(0)), _drawn_head(config)
-            fitted |= {key: drawn[places[key].name].to(like) for key in group}
+            fitted |= {key: drawn[places[key].name.removeprefix("head.")].to(like) for key in group}
             warn(f"{source} has no {what}: it starts from random weights and needs training", WeightsWarning)
     return fitted
 
@@ -158,6 +152,8 @@ def convert_config(theirs: Any, head: str) -> BertConfig:
     ):
         if (value := getattr(theirs, option, supported[0])) not in supported:
             unsupported(f"transformers' {kind}", option, value, why)
+    if head == "masked-lm" and not theirs.tie_word_embeddings:
+        unsupported(f"transformers' {kind}", "tie_word_embeddings", False, "the head shares the word embeddings")
     shared: dict[str, Any] = {name: getattr(theirs, name, None) for name in _SHARED}
     if head in ("none", "pooled", "masked-lm"):
         # These heads ignore a classifier's fields. Its values would make configs of equal models differ.
@@ -186,11 +182,7 @@ def _base(config: BertConfig) -> str:
 def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
     with torch.device("cpu"):
         head: Any = make_head(config)
-        head.apply(initialise)
-        drawn = {f"head.{name}": tensor.detach() for name, tensor in head.named_parameters()}
-        if config.head == "masked-lm" and not config.tie_word_embeddings:
-            drawn["decoder.weight"] = torch.empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
-    return drawn
+    return dict(head.apply(initialise).requires_grad_(False).named_parameters())
 
 
 WEIGHTS = WeightMap(

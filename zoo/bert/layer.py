@@ -76,7 +76,6 @@ class BertConfig:
     num_labels: int = 2
     problem_type: str | None = None
     classifier_dropout: float | None = None
-    tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
         validate.positive(self, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -327,9 +326,6 @@ class MaskedLMHead(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        if not config.tie_word_embeddings:
-            # transformers' untied head has a second bias that no output depends on; kept for the conversion back.
-            self.unused_bias = nn.Parameter(torch.zeros(config.vocab_size))
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None = None) -> TokenScores:
         """X [..., C], weight [V, C], labels [...], -100 for no label -> scores."""

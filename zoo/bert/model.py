@@ -101,7 +101,7 @@ class PackedBatch(NamedTuple):
     places: Tensor  # [N] int64, the index of each token in B x T; B * T for filler tokens
     rows: int  # B
     length: int  # T, the maximum length of rows
-    first_position: int | None  # the first counted position; None if positions were given
+    first_position: int  # the model's, from which positions were counted
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The batch on another device."""
@@ -151,9 +151,9 @@ def filling_rows(buckets: Sequence[int], rows: int, length: int) -> int:
 
 
 def pack(
-    input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None, *, config: BertConfig | None = None, buckets: Sequence[int] | None = None,
-    rows: int | None = None, length: int | None = None,
+    input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None, *,
+    config: BertConfig | None = None, buckets: Sequence[int] | None = None, rows: int | None = None,
+    length: int | None = None,
 ) -> PackedBatch:  # fmt: skip
     """Remove the padding of a batch. On GPU tensors this synchronises; pack on the host, then call ``.to(device)``.
 
@@ -161,7 +161,6 @@ def pack(
         input_ids: [B, T] integers.
         attention_mask: [B, T], 0 for padding, on any side; None for no padding.
         token_type_ids: [B, T], or None for type 0.
-        position_ids: [B, T] or [1, T]; counted by default.
         config: The model's config, which determines how positions are counted; by default they are columns, as in BERT.
         buckets: Sizes in tokens, as from ``token_buckets(rows, length)``; a batch is padded to the smallest that fits.
             Without them each number of tokens needs its own graph.
@@ -171,7 +170,7 @@ def pack(
     Raises:
         TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
     """
-    _check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+    _check_ids(input_ids, attention_mask, token_type_ids, None)
     if config is not None:
         validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
@@ -186,10 +185,9 @@ def pack(
         raise ValueError(f"attention_mask: row(s) {empty[:8]} have no token; leave them out of the batch")
     added = _added_rows(int(lengths.sum()), rows - batch, rows, length, buckets)
 
-    first, columns = None, torch.arange(tokens, device=input_ids.device)[None]  # BERT's positions
-    if position_ids is None:
-        first = 0 if config is None else config.first_position
-        position_ids = _counted_positions(input_ids, first - 1) if first else columns
+    columns = torch.arange(tokens, device=input_ids.device)[None]
+    first = 0 if config is None else config.first_position
+    position_ids = _counted_positions(input_ids, first - 1) if first else columns
     row = torch.arange(batch, device=input_ids.device)[:, None]
     pad = 0 if config is None or config.pad_token_id is None else config.pad_token_id
 
@@ -228,9 +226,6 @@ class Bert(nn.Module):
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.head = make_head(config)
-        # Tied weights exist once: forward passes the word table to the head.
-        untied = config.head == "masked-lm" and not config.tie_word_embeddings
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size, bias=False) if untied else None
         self.apply(initialise)
 
     def forward(
@@ -287,8 +282,7 @@ class Bert(nn.Module):
             case PoolerHead() as head:
                 return Encoding(x, head(_first_tokens(x, batch)))
             case MaskedLMHead() as head:
-                weight = self.embeddings.word_embeddings.weight if self.decoder is None else self.decoder.weight
-                return head(x, weight, labels)
+                return head(x, self.embeddings.word_embeddings.weight, labels)  # tied weights exist once
             case SequenceHead() as head:
                 return head(_first_tokens(x, batch), labels)
             case TokenHead() as head:
@@ -363,7 +357,7 @@ def _check_inputs(
             raise ValueError("a packed batch holds its own mask, token types and positions: pass them to pack()")
         if batch.length > config.positions:
             raise ValueError(f"the batch has rows of {batch.length} tokens, but the model {config.positions} positions")
-        if batch.first_position not in (None, config.first_position):
+        if batch.first_position != config.first_position:
             raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
         input_ids, token_type_ids, position_ids = batch.input_ids, batch.token_type_ids, batch.position_ids
     else:
