@@ -41,7 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "groups of six and twelve": {"block_out_channels": (24, 48), "norm_num_groups": 4, "attention_head_dim": 3},
     "guidance in the timestep": {"time_cond_proj_dim": 6},
     "other ends": {
-        "in_channels": 9, "out_channels": 3, "norm_eps": 1e-3, "sample_size": [16, 24], "cross_attention_dim": [24, 24],
+        "in_channels": 9, "out_channels": 3, "norm_eps": 1e-3, "sample_size": [16, 24],
     },
 }  # fmt: skip
 

@@ -72,9 +72,6 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
         if name not in {*_SAME, *_FIXED, *_IGNORED, "attention_head_dim"} and not name.startswith("_"):
             unsupported(_WHOSE, name, value, "the zoo does not know this option")
     given = {**_THEIR_DEFAULTS, **theirs}
-    width = given["cross_attention_dim"]
-    if isinstance(width, (list, tuple)) and len(set(width)) == 1:
-        given["cross_attention_dim"] = width[0]  # one value per level, all equal: levels share one text
     # Diffusers' attention_head_dim is the number of heads: an old mistake that checkpoints rely on.
     heads = given["attention_head_dim"]
     return UNetConfig(num_attention_heads=heads, **{name: given[name] for name in _SAME if name in given})
@@ -82,12 +79,7 @@ def convert_config(theirs: Mapping[str, Any]) -> UNetConfig:
 
 def upstream_config(config: UNetConfig) -> dict[str, Any]:
     """The zoo's configuration as diffusers' options."""
-    options = {name: getattr(config, name) for name in _SAME}
-    options["attention_head_dim"] = config.num_attention_heads
-    for name in ("layers_per_block", "transformer_layers_per_block", "attention_head_dim"):
-        if len(set(options[name])) == 1:
-            options[name] = options[name][0]  # as in most checkpoints
-    return options
+    return {"attention_head_dim": config.num_attention_heads, **{name: getattr(config, name) for name in _SAME}}
 
 
 def table(config: UNetConfig) -> Table:

@@ -240,7 +240,8 @@ class UNet(nn.Module):
             timesteps = _as_timesteps(timestep, batch, weight.device)
             timestep = self.time_shifts(timesteps, added_cond_kwargs, timestep_cond)
         if not isinstance(encoder_hidden_states, TextKeysValues):
-            _check_rows(encoder_hidden_states, batch)
+            hint = ", a row for each row of the sample, which guidance doubles: torch.cat([sample] * 2)"
+            validate.tensor("encoder_hidden_states", encoder_hidden_states, f"{batch} L D", hint=hint)
             encoder_hidden_states = self.text_keys_values(encoder_hidden_states)
         shifts, keys_values = timestep.shifts, encoder_hidden_states.keys_values
         _check_projected(self, shifts, keys_values, encoder_attention_mask, sample)
@@ -393,15 +394,6 @@ def _check_projected(
     if text_mask is not None:
         shape = f"B {keys_values.shape[1]}"
         validate.tensor("encoder_attention_mask", text_mask, shape, hint=": 1 is seen and 0 is not", **like)
-
-
-def _check_rows(text: Any, batch: int) -> None:
-    """Refuse a text whose number of rows differs from the sample's; a product would hide the error."""
-    if isinstance(text, Tensor) and text.dim() == 3 and len(text) != batch:
-        raise ValueError(
-            f"encoder_hidden_states has shape {list(text.shape)}, expected [{batch}, L, D], a row for each row of the "
-            "sample, which guidance doubles: torch.cat([sample] * 2)"
-        )
 
 
 def _check_residuals(
