@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.engine.discover import has_library_hook
 from zoo.weights import WeightMap, check_dtype, check_finite
 
 
@@ -128,8 +127,8 @@ def from_upstream(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: If no family takes this class.
-        ValueError: If the module uses an option that the zoo does not support, or has hooks of accelerate or diffusers
-            (offloading, casting by layer), which would be lost.
+        ValueError: If the module uses an option that the zoo does not support, or the conversion would lose something:
+            hooks (accelerate's and diffusers' too), tied weights, gradient checkpointing, parts in another mode.
 
     Warns:
         WeightsWarning: If a tensor is NaN or infinite; the message names it.
@@ -140,11 +139,6 @@ def from_upstream(module: nn.Module) -> nn.Module:
         raise TypeError("module is a wrapper of torch.compile: pass the model that it wraps, its _orig_mod")
     if hasattr(module, "merge_and_unload"):
         raise TypeError(f"module is a {type(module).__name__} of peft: convert module.merge_and_unload()")
-    if hooked := [name for name, each in module.named_modules() if has_library_hook(each)]:
-        raise ValueError(
-            f"{hooked[0] or type(module).__name__} has a hook of accelerate or diffusers (offloading, casting by "
-            "layer), which would be lost: convert before it is set, or remove it, pipe.remove_all_hooks()"
-        )
     name, reasons = type(module).__name__, []
     if _known_family(module) is not None:
         raise TypeError(f"module is a {name} of the zoo already: use it as it is")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from zoo.engine.discover import has_library_hook
 from zoo.files import QUANTIZED, locate, read_tensors, replacing, write_tensors
 from zoo.validate import warn
 
@@ -364,8 +365,11 @@ def refuse_lost(module: nn.Module) -> None:
         if part.training != module.training and acts:
             why = "the model has another mode; put all of it in one first"
             raise ValueError(f"{where} has training={part.training}, which would be lost: {why}")
-        if part._forward_hooks or part._forward_pre_hooks:
-            raise ValueError(f"{where} has a hook, as offloading sets one, which would be lost: remove it first")
+        if part._forward_hooks or part._forward_pre_hooks or has_library_hook(part):
+            remedy = "convert before it is set, or remove it first, as pipe.remove_all_hooks() does"
+            raise ValueError(
+                f"{where} has a hook, as for offloading or casting by layer, which would be lost: {remedy}"
+            )
         if getattr(part, "gradient_checkpointing", False):
             remedy = "switch it off, and call zoo.training.checkpoint_regions on the converted model"
             raise ValueError(f"{where} has gradient_checkpointing=True, which would be lost: {remedy}")
