@@ -28,7 +28,6 @@ Rows: TypeAlias = list[list[int]]
 # Prompts are padded to one of these lengths. Longer prompts are read in pieces of the largest.
 BUCKETS = tuple(2**power for power in range(4, 12))
 MOST_ENDS = 16
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,16 +66,6 @@ class GenerationOptions:
             raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
         if self.seed is not None:
             validate.check_seed(self.seed)
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> GenerationOptions:
-        """Build from keyword arguments. TypeError, with the known names, for an unknown one or a missing length."""
-        known = cls.__dataclass_fields__
-        if unknown := [name for name in options if name not in known]:
-            raise TypeError(f"generate takes no {unknown[0]}; its options are {', '.join(known)}")
-        if "max_new_tokens" not in options:
-            raise TypeError("generate needs max_new_tokens, the most tokens of an answer")
-        return cls(**options)
 
     @property
     def greedy(self) -> bool:
@@ -145,7 +134,7 @@ class Session:
 
         The next prompt continues after the yielded tokens: leaving the loop early truncates the answer.
         """
-        config, checked, slots = self.model.config, GenerationOptions.of(options), self.cache.slots
+        config, checked, slots = self.model.config, GenerationOptions(**options), self.cache.slots
         prompts, new = prompt_rows(tokens, config.vocab_size), checked.max_new_tokens
         if len(prompts) != self.cache.batch:
             raise ValueError(f"tokens has {len(prompts)} rows, but the cache {self.cache.batch}")
@@ -339,7 +328,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, un
 def prompt_rows(tokens: Prompts, vocab_size: int) -> Rows:
     """Token ids of each row; TypeError or ValueError if a row is empty or has an invalid token."""
     if isinstance(tokens, Tensor):
-        validate.tensor("tokens", tokens, "B T", kinds=_INTEGERS)
+        validate.tensor("tokens", tokens, "B T", kinds="integer")
         tokens = tokens.tolist()
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise TypeError(f"tokens is a {type(tokens).__name__}, expected a tensor [batch, tokens] or a list of lists")

@@ -591,7 +591,7 @@ class LLM(nn.Module):
     ) -> Iterator[Tensor]:
         """Yield the result of ``generate`` in pieces: [B, 1] first, then [B, up to stride], on the CPU."""
         rows = prompt_rows(tokens, self.config.vocab_size)
-        longest = max(map(len, rows)) + GenerationOptions.of(options).max_new_tokens
+        longest = max(map(len, rows)) + GenerationOptions(**options).max_new_tokens
         # A power of two, so that texts of similar lengths share their graphs.
         slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
         session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
