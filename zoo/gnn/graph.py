@@ -308,14 +308,12 @@ class GraphMemory:
             if edge_weight is not None:
                 raise ValueError("edge_weight was given with a CSRGraph; use graph.with_weights(edge_weight)")
             return graph.prepared(recipe, dtype)
-        check_edges(graph)
+        check_edges(graph, x)
         if is_step_input(graph):
             raise ValueError(
                 "edge_index is an input of zoo.cuda_graph, which would bake in the graph prepared from its first "
                 "value; pass model.prepare(edge_index, num_nodes=N) and name it in static="
             )
-        if graph.device != x.device:
-            raise ValueError(f"edge_index is on {graph.device} and x on {x.device}; use edge_index.to({x.device})")
         if edge_weight is not None and not recipe.weighted:
             raise ValueError("edge_weight was given, but this layer does not use edge weights; leave it out")
         prepared = self._remembered(graph, (x.shape[0], x.shape[0] if destinations is None else destinations))
@@ -347,10 +345,18 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
         raise ValueError(f"x is on {x.device} and the graph on {device}; move one of them, graph.to({x.device})")
 
 
-def check_edges(edge_index: Tensor) -> None:
-    """Refuse raw edges of a wrong type or shape, without reading values."""
+def check_edges(edge_index: Tensor, x: Tensor | None = None) -> None:
+    """Refuse raw edges of a wrong type or shape, or on another device than x, without reading values."""
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
-    validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), hint=hint)
+    validate.tensor(
+        "edge_index",
+        edge_index,
+        "2 E",
+        kinds=(torch.int64,),
+        like=None if x is None else x.device,
+        like_name="x",
+        hint=hint,
+    )
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -147,9 +148,7 @@ def _first_rows(graph: GraphTensors, rows: int, edges: int, sizes: tuple[int, in
 
 
 def _pad(values: Tensor, size: int, fill: int = 0) -> Tensor:
-    padded = values.new_full((size,), fill)
-    padded[: len(values)] = values
-    return padded
+    return F.pad(values, (0, size - len(values)), value=fill)
 
 
 class NeighborSampler:
