@@ -145,23 +145,22 @@ class AdamW(torch.optim.AdamW):
     Options, state and results are torch's, but for rounding, and states of either load into the other. A launch takes
     parameters of half a million numbers or more together; torch's kernel updates all others, those of groups with
     ``amsgrad``, and all where Triton does not run. Nothing waits for the device; for a CUDA graph, ``capturable=True``
-    and ``lr`` a tensor on the device, as with torch's. ValueError if ``fused`` is False or ``foreach`` True,
-    RuntimeError if ``differentiable`` is True.
+    and ``lr`` a tensor on the device, as with torch's. ValueError if ``fused`` is False, RuntimeError if ``foreach`` or
+    ``differentiable`` is True.
     """
 
     # GradScaler and TrainingStep set a flag on the device, for which it skips the update.
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, params: Iterable[Any], lr: float | Tensor = 1e-3, *args: Any, foreach: bool | None = None,
-        fused: bool | None = True, **options: Any,
-    ) -> None:  # fmt: skip
-        _refuse_other_than_fused(foreach, fused)
+        self, params: Iterable[Any], lr: float | Tensor = 1e-3, *args: Any, fused: bool | None = True, **options: Any
+    ) -> None:
+        if fused is False:
+            raise ValueError("fused is False, but this AdamW is fused: leave it out, or take torch.optim.AdamW")
         super().__init__(params, lr, *args, fused=True, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
-        _refuse_other_than_fused(param_group.get("foreach"), param_group.get("fused"))
+        """Add a group, as torch's does; it is fused too."""
         super().add_param_group({**param_group, "fused": True, "foreach": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,8 +190,3 @@ class AdamW(torch.optim.AdamW):
             scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             adamw(group, tensors, scale, skip, has_complex=has_complex)
         return loss
-
-
-def _refuse_other_than_fused(foreach: bool | None, fused: bool | None) -> None:
-    if foreach or fused is False:
-        raise ValueError(f"foreach is {foreach} and fused {fused}: this AdamW is fused; see torch.optim.AdamW")

@@ -89,7 +89,7 @@ def load(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     if (rest["scaler"] is None) != (step.scaler is None):
         was, now = ("without", "with") if rest["scaler"] is None else ("with", "without")
         raise ValueError(f"{folder} was saved {was} float16 loss scaling, this step trains {now} it")
-    weights = _weights(step.model, folder / WEIGHTS, rest.get("pair"))
+    weights = _weights(step.model, folder / WEIGHTS, rest["pair"])
     _check_order(step, rest, folder / REST)
     _load_optimizer(step.optimizer, rest["optimizer"], folder / REST)
     with torch.no_grad():
@@ -141,8 +141,7 @@ def _parameters_of(step: Any) -> list[tuple[str, int]]:
 def _check_order(step: Any, rest: Mapping[str, Any], file: Path) -> None:
     """ValueError if states would go to other parameters: fused optimizers would write past their memory."""
     now = _parameters_of(step)
-    # Older files do not have it.
-    for number, (was, given) in enumerate(zip(rest.get("parameters", now), now, strict=False)):
+    for number, (was, given) in enumerate(zip(rest["parameters"], now, strict=False)):
         if tuple(was) != given:
             raise ValueError(
                 f"{file} was saved from another optimizer than this {type(step.optimizer).__name__}: parameter "
@@ -172,7 +171,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
         raise ValueError(f"{file} was saved from another optimizer than this {name}: {error}") from error
 
 
-def _weights(model: nn.Module, file: Path, pair: str | None) -> dict[str, Tensor]:
+def _weights(model: nn.Module, file: Path, pair: str) -> dict[str, Tensor]:
     """The file's tensors, shared ones once; ValueError unless they are this model's and of the rest's save."""
     from safetensors import safe_open
 

@@ -356,11 +356,7 @@ def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected an nn.Module: {form}")
     if not isinstance(optimizer, Optimizer):
-        what, several = type(optimizer).__name__, isinstance(optimizer, list | tuple)
-        remedy = "make a step of each" if several else form
-        raise TypeError(f"optimizer is a {what}, expected one torch.optim.Optimizer: {remedy}")
-    if not isinstance(clip, int | float | None):
-        raise TypeError(f"clip_norm is {clip!r}, expected a number or None")
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected one torch.optim.Optimizer: {form}")
     _check_training(model)
     own, cls, name = set(model.parameters()), type(model).__name__, type(optimizer).__name__
     given = state.parameters_of(optimizer)
@@ -383,8 +379,8 @@ def _check_options(model: nn.Module, optimizer: Optimizer, autocast: torch.dtype
         raise ValueError("autocast is torch.float16, whose loss scale would differ by process: take torch.bfloat16")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"autocast is {autocast}; it is torch.bfloat16, torch.float16 or None")
-    if clip is not None and not (clip > 0 and math.isfinite(clip)):
-        raise ValueError(f"clip_norm is {clip}; it is a positive number, or None")
+    if clip is not None and not (isinstance(clip, int | float) and 0 < clip < math.inf):
+        raise ValueError(f"clip_norm is {clip!r}; it is a positive number, or None")
 
 
 def _warn_of_unchanged(model: nn.Module, loss: Any, optimizer: Optimizer) -> None:
