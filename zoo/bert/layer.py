@@ -466,5 +466,4 @@ def check_labels(
     else:
         hint = "; pass start_positions and end_positions" if head == "question-answering" else ""
         raise ValueError(f"labels given, but head {head!r} takes none{hint}")
-    validate.kind("labels", labels, "integer", hint=" class numbers")
     validate.in_range("labels", labels, classes, "the number of classes", ", or -100 for no label", ignored=-100)

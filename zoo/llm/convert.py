@@ -175,8 +175,6 @@ def upstream_config(config: LLMConfig) -> Any:
 
 
 def _rope(whose: str, parameters: Any) -> dict[str, Any]:
-    if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
-        unsupported(whose, "rope_parameters", parameters, "one setting for all layers is needed")
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unsupported(whose, "partial_rotary_factor", parameters["partial_rotary_factor"], "whole heads are turned")
     rope_type, scaling = parameters.get("rope_type", "default"), None

@@ -681,15 +681,15 @@ def _check_inputs(
         raise ValueError(f"input_ids has {tokens} tokens, but the model has {limit} positions")
     if position_ids is not None:
         validate.tensor("position_ids", position_ids, "1 T | B T", kinds="integer", sizes=sizes)
-        if attention_mask is None:
+        if cache is not None:
+            remedy = ", or make a cache with more slots"
+            validate.in_range("position_ids", position_ids, cache.slots, "cache.slots", remedy)
+        elif attention_mask is None:
             validate.in_range("position_ids", position_ids, limit, "max_position_embeddings")
         elif validate.on_host(position_ids) and validate.on_host(attention_mask):
             # Positions of padding may have any value.
             seen = position_ids.expand(batch, tokens)[attention_mask.bool()]
             validate.in_range("position_ids", seen, limit, "max_position_embeddings")
-        if cache is not None:
-            remedy = ", or make a cache with more slots"
-            validate.in_range("position_ids", position_ids, cache.slots, "cache.slots", remedy)
     if isinstance(logits_to_keep, Tensor):
         validate.tensor("logits_to_keep", logits_to_keep, "L | B L", kinds=(torch.int64,), sizes={"B": batch})
     elif not validate.is_count(logits_to_keep, least=0):

@@ -33,21 +33,16 @@ def parallelize(
 ) -> nn.Module:  # fmt: skip
     """Spread a model over the processes of a mesh and compile its regions.
 
-    Returns the same model; under ``dp_replicate`` alone a ``DistributedDataParallel`` that holds it as ``module``. What
-    happens is what the mesh's dimensions are named, in this order:
+    Returns the same model; under ``dp_replicate`` alone a ``DistributedDataParallel`` that holds it as ``module``. The
+    names of the mesh's dimensions say what happens, in this order:
 
     1. Parameters and buffers are copied from the first process of the mesh to all others.
-    2. ``tp``: linear layers are split. Of the blocks of an ``LLM`` or a ``Bert`` each process holds some heads and a
-       part of the MLP; embeddings, norms and output products are not split. Other models need ``plan``. For inference
-       call ``model.requires_grad_(False)`` before: weights that do not learn stay plain tensors, and the host needs
-       less time for each call than with DTensors. GPUs of one host that reach each other's memory then add up few rows
-       in one kernel, and others by the group's all-reduce; each process computes its part of the vocabulary's logits.
-       Call such a model in one stream.
+    2. ``tp``: of the blocks of an ``LLM`` or a ``Bert`` each process holds some heads and a part of the MLP; others
+       need ``plan``. For inference call ``model.requires_grad_(False)`` before, so that weights are plain tensors and
+       not DTensors, and run the model in one stream. Processes of a group must be given equal batches.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
-
-    Processes of one ``tp`` group must be given equal batches; they are seeded alike, so that dropout agrees.
 
     Args:
         model: Uncompiled, with its weights, on the mesh's device.

@@ -140,39 +140,37 @@ class UNetConfig:
 
     def down(self) -> tuple[LevelShape, ...]:
         """The levels on the way down, the largest size first."""
-        widths, levels = self.block_out_channels, []
-        layers: Any = self.layers_per_block
-        for level, kind in enumerate(self.down_block_types):
-            inputs = widths[max(level - 1, 0)], *[widths[level]] * (layers[level] - 1)
-            blocks = self._blocks(level, kind, inputs, [0] * layers[level])
-            levels.append(LevelShape(blocks=blocks, resample=level < len(widths) - 1))
-        return tuple(levels)
+        return tuple(self._level(level, kind, up=False) for level, kind in enumerate(self.down_block_types))
 
     def middle(self) -> LevelShape:
         """The blocks in the middle: the first has a transformer, the second does not."""
-        last, width = len(self.block_out_channels) - 1, self.block_out_channels[-1:]
-        first, second = (self._blocks(last, kind, width, [0]) for kind in ("CrossAttnDownBlock2D", "DownBlock2D"))
-        return LevelShape(blocks=first + second, resample=False)
+        width, heads, depths = self.block_out_channels[-1], self.num_attention_heads, self.transformer_layers_per_block
+        common: dict[str, Any] = {"inputs": width, "skip": 0, "outputs": width, "heads": heads[-1]}  # type: ignore[index]
+        blocks = BlockShape(depth=depths[-1], **common), BlockShape(depth=None, **common)  # type: ignore[index]
+        return LevelShape(blocks=blocks, resample=False)
 
     def up(self) -> tuple[LevelShape, ...]:
-        """The levels on the way up, the smallest size first. A level's last skip is the input of its way-down level."""
-        widths, last, levels = self.block_out_channels, len(self.block_out_channels) - 1, []
-        layers: Any = self.layers_per_block
-        for level, kind in zip(range(last, -1, -1), self.up_block_types, strict=True):
-            own = [widths[level]] * layers[level]
-            inputs, skips = (widths[min(level + 1, last)], *own), (*own, widths[max(level - 1, 0)])
-            levels.append(LevelShape(blocks=self._blocks(level, kind, inputs, skips), resample=level > 0))
-        return tuple(levels)
+        """The levels on the way up, the smallest size first."""
+        levels = reversed(range(len(self.up_block_types)))
+        return tuple(self._level(level, kind, up=True) for level, kind in zip(levels, self.up_block_types, strict=True))
 
-    def _blocks(self, level: int, kind: str, inputs: Sequence[int], skips: Sequence[int]) -> tuple[BlockShape, ...]:
-        """The blocks of a level (the largest is 0), from the channels of each previous block and each skip."""
+    def _level(self, level: int, kind: str, *, up: bool) -> LevelShape:
+        """The blocks of a level (the largest is 0). Its last skip on the way up is its input on the way down."""
+        widths, last = self.block_out_channels, len(self.block_out_channels) - 1
+        layers: Any = self.layers_per_block
         heads: Any = self.num_attention_heads
         depths: Any = self.transformer_layers_per_block
-        depth, outputs = depths[level] if kind.startswith("CrossAttn") else None, self.block_out_channels[level]
-        return tuple(
-            BlockShape(inputs=each, skip=skip, outputs=outputs, depth=depth, heads=heads[level])
+        own, larger = [widths[level]] * layers[level], widths[max(level - 1, 0)]
+        if up:
+            inputs, skips = [widths[min(level + 1, last)], *own], [*own, larger]
+        else:
+            inputs, skips = [larger, *own[1:]], [0] * len(own)
+        depth = depths[level] if kind.startswith("CrossAttn") else None
+        blocks = tuple(
+            BlockShape(inputs=each, skip=skip, outputs=widths[level], depth=depth, heads=heads[level])
             for each, skip in zip(inputs, skips, strict=True)
         )
+        return LevelShape(blocks=blocks, resample=level > 0 if up else level < last)
 
     def levels(self) -> tuple[LevelShape, ...]:
         """All levels in the order in which they run."""
