@@ -296,8 +296,8 @@ def test_a_missing_file_and_a_wrong_size_are_named(tmp_path: Path) -> None:
     (tmp_path / files(tmp_path)[1]).unlink()
     with pytest.raises(FileNotFoundError, match="names model-00002-of-"):
         zoo.llm.load(tmp_path)
-    for size in ("5 lots", 0, "GB"):
-        with pytest.raises(ValueError, match="max_shard_size is"):
+    for size in ("5 lots", "GB"):
+        with pytest.raises(ValueError, match=size):
             zoo.llm.save(zoo.create(PRESET), tmp_path, max_shard_size=size)
 
 

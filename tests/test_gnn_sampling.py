@@ -98,8 +98,6 @@ def test_any_batch_can_be_had_alone_and_in_any_bucket():
         assert shapes_of(batch) == bucket.layers
     with pytest.raises(TypeError, match=r"for batch in sampler\.epoch\(0\)"):
         list(sampler)
-    with pytest.raises(ValueError, match=r"is none of the buckets"):
-        sampler.padded_to(Bucket(1, ((1, 1), (1, 1))))
 
 
 def test_neighbours_are_drawn_with_equal_chance(device: str):

@@ -140,8 +140,6 @@ def from_upstream(module: nn.Module) -> nn.Module:
     if hasattr(module, "merge_and_unload"):
         raise TypeError(f"module is a {type(module).__name__} of peft: convert module.merge_and_unload()")
     name, reasons = type(module).__name__, []
-    if _known_family(module) is not None:
-        raise TypeError(f"module is a {name} of the zoo already: use it as it is")
     packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
     for family in _FAMILIES.values():
         if packages.intersection(family.upstream_packages):

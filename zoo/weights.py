@@ -184,7 +184,7 @@ class WeightMap(Generic[Model]):
 
         The folder is made if it is not there; its weights and config are replaced once the new ones are written.
         ``max_shard_size`` is bytes of a file, or a number with KB, MB or GB. TypeError if the model is not of this
-        family, ValueError if the size is not positive or the library cannot hold the model.
+        family, ValueError if the size has another unit or the library cannot hold the model.
         """
         assert self.write_config is not None
         checked = self._checked(model)

@@ -282,8 +282,6 @@ class NeighborSampler:
 
     def padded_to(self, bucket: Bucket) -> SampledBatch:
         """A batch in one of ``buckets`` with one seed and no edges, to compile and capture a step ahead of time."""
-        if bucket not in self.buckets:
-            raise ValueError(f"{bucket} is none of the buckets {self.buckets}")
         seed, counts = self.seeds_of(0)[0][:1], self._rowptr.new_zeros(1)
         alone = Subgraph(seed, seed, counts, counts[:0].int(), Bucket(1, ((1, 0),) * len(self.fanouts)))
         return alone.padded(bucket)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from zoo import validate
 from zoo.engine.call import call_of, outermost_call, set_call
 from zoo.engine.compile import compiled_plan
 from zoo.engine.discover import declared_regions
@@ -39,8 +40,7 @@ def checkpoint_regions(
     plan = compiled_plan(model)
     if not isinstance(cls, type):
         raise TypeError(f"cls is {cls!r}, expected the class of the blocks")
-    if every < 1:
-        raise ValueError(f"every is {every}; 1 checkpoints each block, n each n-th")
+    validate.count("every", every)
     regions = set(plan.modules_of(model).values())
     # A region of our kernels alone stays eager: a module around such regions is a block too.
     declared = {region.cls for region in declared_regions(model)}

@@ -45,8 +45,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __init__(self, chunk: int = 2048) -> None:
         super().__init__()
-        if chunk < 1:
-            raise ValueError(f"chunk is {chunk}; it is a number of rows, at least 1")
+        validate.count("chunk", chunk)
         self.chunk = chunk
         self.rows = CrossEntropyRows()
 

@@ -32,8 +32,6 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
     if stateless := [name for name, other in others.items() if not hasattr(other, "state_dict")]:
         what = type(others[stateless[0]]).__name__
         raise ValueError(f"{stateless[0]} is a {what} without state_dict(); keep plain values yourself")
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file, expected a folder: its name is that of what is saved")
     modules = [part for part in (step.model, *others.values()) if isinstance(part, nn.Module)]
     kept = {param for module in modules for param in module.parameters()}
     if lost := sum(param not in kept for param in parameters_of(step.optimizer)):

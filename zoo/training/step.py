@@ -409,10 +409,9 @@ def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
-    if not torch.is_grad_enabled():
-        raise ValueError("gradients are off: call the step outside of torch.no_grad() and torch.inference_mode()")
     if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it was detached, or depends on no parameter that learns")
+        why = "it was detached, depends on no parameter that learns, or was computed under torch.no_grad()"
+        raise ValueError(f"the loss has no gradient: {why}")
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
