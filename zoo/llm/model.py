@@ -554,10 +554,10 @@ class LLM(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """``features`` [B, T, C] and ``output_weight`` [V, C], whose product are the logits."""
-        weight = self.output_weight
+        features = self.features(input_ids, attention_mask, position_ids)
+        weight = self.output_weight  # read last: hooks of FSDP2 gather it in the call before
         # A reentrant checkpoint would return the parameter itself as its output.
-        weight = weight if torch.is_grad_enabled() else weight.detach()
-        return self.features(input_ids, attention_mask, position_ids), weight
+        return features, weight if torch.is_grad_enabled() else weight.detach()
 
     @property
     def output_weight(self) -> Tensor:

@@ -7,7 +7,6 @@ compiled. FSDP2 and DistributedDataParallel put hooks around blocks, which no gr
 from __future__ import annotations
 
 import os
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -199,10 +198,3 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, opti
     fully_shard(model, mesh=mesh, **options)
     if isinstance(model, LLM):
         register_fsdp_forward_method(model, "features")
-        model.output_product = types.MethodType(_output_product, model)  # type: ignore[method-assign]
-
-
-def _output_product(model: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """``LLM.output_product``, which reads the weight after the hooks of FSDP2 have gathered it."""
-    features = model.features(*args, **kwargs)
-    return features, model.output_weight
