@@ -170,7 +170,7 @@ def pack(
     Raises:
         TypeError, ValueError: If an input does not fit, a row has no token, or no size is large enough.
     """
-    _check_ids(input_ids, attention_mask, token_type_ids, None)
+    _check_ids(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
     if config is not None:
         validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")
     batch, tokens = input_ids.shape
@@ -305,17 +305,12 @@ def _match_mode(ids: Tensor | None) -> Tensor | None:
     return ids.clone()
 
 
-def _check_ids(
-    input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None, position_ids: Tensor | None
-) -> None:
+def _check_ids(input_ids: Tensor, **others: Tensor | None) -> None:
     validate.tensor("input_ids", input_ids, "B T", kinds="integer", empty=False)
     sizes = {"B": input_ids.shape[0], "T": input_ids.shape[1]}
-    for name, value, shape in (
-        ("attention_mask", attention_mask, "B T"),
-        ("token_type_ids", token_type_ids, "B T"),
-        ("position_ids", position_ids, "B T | 1 T"),
-    ):
+    for name, value in others.items():
         if value is not None:
+            shape = "B T | 1 T" if name == "position_ids" else "B T"
             validate.tensor(name, value, shape, like=input_ids, like_name="input_ids", sizes=sizes)
 
 
@@ -361,7 +356,8 @@ def _check_inputs(
             raise ValueError(f"the batch counts positions from {batch.first_position}: pack with config=model.config")
         input_ids, token_type_ids, position_ids = batch.input_ids, batch.token_type_ids, batch.position_ids
     else:
-        _check_ids(input_ids, attention_mask, token_type_ids, position_ids)
+        given = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        _check_ids(input_ids, **given)
         if position_ids is None and (tokens := input_ids.shape[1]) > config.positions:
             raise ValueError(f"input_ids has {tokens} tokens, but the model has {config.positions} positions")
     validate.in_range("input_ids", input_ids, config.vocab_size, "vocab_size")

@@ -56,12 +56,9 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         validate.positive(self, "max_new_tokens", "stride")
         validate.positive(self, "top_k", or_none=True)
-        if not (
-            isinstance(self.temperature, (int, float)) and (self.temperature == 0 or 1e-6 <= self.temperature <= 1e6)
-        ):
-            raise ValueError(
-                f"temperature is {self.temperature!r}, expected 0 for greedy, or a number from 1e-6 to 1e6"
-            )
+        heat = self.temperature
+        if not (isinstance(heat, (int, float)) and (heat == 0 or 1e-6 <= heat <= 1e6)):
+            raise ValueError(f"temperature is {heat!r}, expected 0 for greedy, or a number from 1e-6 to 1e6")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
         if self.seed is not None:
