@@ -47,6 +47,10 @@ class Variadic(Model):
     def forward(self, *xs):
         return xs[0]
 
+class Nested(Model):
+    def forward(self, batch):
+        return super().forward(batch["x"][0], batch["scale"])
+
 class Silent(Model):
     def forward(self, x):
         return len(x)
@@ -55,6 +59,7 @@ NUMBER = 3
 def x(width=8): return torch.randn(4, width)
 def make(): return Model(), {"x": x()}
 def positional(): return Model(), (x(), 2.0)
+def nested(): return Nested(), {"batch": {"x": [x()], "scale": 2.0}}
 def lonely(): return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x()
 def broken(): return Model(), {"x": x(9)}
 def raises(): raise RuntimeError("the weights are gone")
@@ -65,7 +70,7 @@ def alone(): return Model()
 def no_module(): return make, {"x": x()}
 def no_inputs(): return Model(), 3
 def numbered(): return Model(), {0: x()}
-def strange_input(): return Model(), {"x": [x()]}
+def strange_input(): return Model(), {"x": [x]}
 def no_tensor(): return Model(), {"x": 1}
 """
 
@@ -95,7 +100,7 @@ def look(name: str, tmp_path: Path) -> dict[str, Any]:
         ("no_module", "returned a function as the model, expected an nn.Module"),
         ("no_inputs", "returned an int as inputs, expected a dict or a tuple of tensors"),
         ("numbered", "returned an input called 0, expected names of forward's parameters"),
-        ("strange_input", "returned a list of 1 as input 'x', expected a tensor"),
+        ("strange_input", "returned a function as inputs['x'][0], expected a tensor or plain value"),
         ("no_tensor", "returned inputs without a tensor"),
         ("variadic", "Variadic.forward takes *args; return the inputs by name"),
         ("too_many", "Model.forward does not take 3 input(s): too many positional arguments"),
@@ -145,6 +150,8 @@ def test_positional_inputs_get_their_names_and_the_dtype_is_cast(models: str) ->
     model, inputs = load(f"{models}:positional", "cpu", "bfloat16")
     assert list(inputs) == ["x", "scale"] and inputs["scale"] == 2.0 and not model.training
     assert inputs["x"].dtype == next(model.parameters()).dtype == torch.bfloat16
+    nested = load(f"{models}:nested", "cpu", "bfloat16")[1]["batch"]
+    assert nested["x"][0].dtype == torch.bfloat16 and nested["scale"] == 2.0
     # Every process draws the same weights.
     (first, given), (second, same) = (load(f"{models}:make", "cpu", None) for _ in range(2))
     assert torch.equal(next(first.parameters()), next(second.parameters())) and torch.equal(given["x"], same["x"])
@@ -156,7 +163,7 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
     assert "Block: 3 module(s), 1 graph(s)" in facts["report"] and "100% of the weights" in facts["report"]
     lonely = look(f"{models}:lonely", tmp_path)
     assert not lonely["regional"] and "no regions: no module class" in lonely["report"]
-    assert look("bert-debug", tmp_path)["regional"]
+    assert look("bert-debug", tmp_path)["regional"] and look(f"{models}:nested", tmp_path)["regional"]
     look(f"{models}:make", tmp_path)
     worker = ArmWorker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
     worker.load()

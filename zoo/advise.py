@@ -93,12 +93,15 @@ def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str
     if not isinstance(model, nn.Module):
         raise Refused(f"{name} returned {_kind(model)} as the model, expected an nn.Module")
     number = None if dtype is None else getattr(torch, dtype)
-    named = _named(name, model, inputs)
-    for key, value in named.items():
-        if isinstance(value, Tensor):
-            named[key] = value.detach().to(device, number if value.is_floating_point() else None)
-        elif not isinstance(value, (bool, int, float, str, type(None))):
-            raise Refused(f"{name} returned {_kind(value)} as input {key!r}, expected a tensor")
+
+    def placed(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(device, number if leaf.is_floating_point() else None)
+        if leaf is None or isinstance(leaf, (bool, int, float, str)):
+            return leaf
+        raise Refused(f"{name} returned {_kind(leaf)} as inputs{pytree.keystr(path)}, expected a tensor or plain value")
+
+    named = pytree.tree_map_with_path(placed, _named(name, model, inputs))
     if not _tensors(named):
         raise Refused(f"{name} returned inputs without a tensor")
     return model.to(device, number).eval(), named
@@ -151,7 +154,7 @@ def _kind(value: Any) -> str:
 
 
 def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300].removesuffix(": ")
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:600].removesuffix(": ")
 
 
 # The process of an arm ------------------------------------------------------------------------------------------------

@@ -281,8 +281,7 @@ class RegionCall:
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
         cls = own_class(self.module).__name__
-        alike = re.sub(r"\b\d+\b", "*", self._name)  # its siblings would fail in the same way
-        leave = f"exclude=[{alike!r}]" if self._name else "zoo.uncompile(model)"
+        leave = f"exclude=[{cls}]" if self._name else "zoo.uncompile(model)"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
         met = getattr(error, "inner_exception", None)  # by the backend; the machine's faults are not the module's
         if type(met).__name__ == "InvalidCxxCompiler":
