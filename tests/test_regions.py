@@ -98,6 +98,31 @@ class Doubling(Sequence):
         return self.blocks[1](self.blocks[0](x).repeat(2, 1))
 
 
+def test_the_report_says_which_inputs_and_which_entries_of_a_configuration_differ() -> None:
+    class Passing(nn.Linear):
+        def __init__(self, scale: int) -> None:
+            super().__init__(4, 4)
+            self.config = SimpleNamespace(width=4, scale=scale)
+
+        def forward(self, x: Tensor, mask: Any = None, store: Any = None) -> Tensor:
+            return super().forward(x) * self.config.scale
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Passing(index // 3) for index in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[1](self.blocks[0](x).T, None, store={"x": x})
+            return self.blocks[3](self.blocks[2](x, x, store={"x": 1}))
+
+    text = str(zoo.find_regions(Model().eval(), [Passing], args=(torch.randn(4, 4),)))
+    assert "differs: config: scale 0, scale 1\n" in text
+    assert "differs: inputs[0], strides: (4, 1) / (1, 4)\n" in text
+    assert "differs: inputs[1]: not given / None / a tensor\n" in text
+    assert "differs: inputs['store']['x']: not given / a tensor / 1" in text
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

@@ -21,6 +21,7 @@ from zoo.engine.signature import (
     Attribute,
     check_model,
     choices_of,
+    differing_inputs,
     numbers_in,
     own_class,
     read_attributes,
@@ -223,7 +224,13 @@ def report_on(
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
-        differences = tuple(_differences(modules, observed, symbols))
+        calls: dict[Hashable, list[Any]] = defaultdict(list)
+        for built, kind in (each for each in groups if each[1] is not None):
+            calls[built].append(
+                kind if declared else (*kind[0], *((f"[1]{name[1:]}", number) for name, number in kind[1]))
+            )
+        by_input = dict.fromkeys(text for alike in calls.values() for text in differing_inputs(alike))
+        differences = (*_differences(modules, observed, symbols), *by_input)
         # Not all operations take a symbol of a float.
         floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
         unseen = not observed and bool(symbols)  # only a call shows what depends on these numbers
@@ -420,7 +427,11 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
     for key in dict.fromkeys(key for attribute in attributes for key in attribute if key not in symbols):
         values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
         if len(values) > 1:
-            yield f"{key}: {_abbreviate(list(values))}"
+            texts = list(values)
+            if any(attribute[key].kind == "contents" for attribute in attributes if key in attribute):
+                held = [text.split(", ") for text in texts]  # a configuration is long: only what differs in it
+                texts = [" and ".join(each for each in own if not all(each in other for other in held)) for own in held]
+            yield f"{key}: {_abbreviate(texts)}"
 
 
 def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:

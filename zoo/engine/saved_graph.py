@@ -82,8 +82,8 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
     """
     if traced.symbolic:
         raise UnsavableError(
-            "its sizes are symbols, and a saved graph is looked up by its sizes: save with dynamic=False, and a model "
-            "that generates with a static cache"
+            "its sizes are symbols, and a saved graph is looked up by its sizes: compile_regions(model, dynamic=False) "
+            "keeps a graph for each shape; to generate, use a static cache"
         )
     assert traced.code is not None
     loads = {each.argval for each in dis.get_instructions(traced.code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}

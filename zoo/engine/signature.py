@@ -10,10 +10,11 @@ import dataclasses
 import enum
 import functools
 import inspect
+import itertools
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,27 @@ def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> tuple[Hashable
     Without ``sizes``, what a graph of symbolic sizes is specialised on.
     """
     return tuple(_leaves((args, kwargs), sizes))
+
+
+def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
+    """How the inputs of calls of one structure differ, in words."""
+    inputs = [{f"inputs{where[3:]}": tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
+    for name in dict.fromkeys(itertools.chain.from_iterable(inputs)):
+        kinds = list(dict.fromkeys(each.get(name, ("not given",)) for each in inputs))
+        tensors = [kind for (kind, *_) in kinds if isinstance(kind, tuple) and not isinstance(kind[0], type)]
+        if len(tensors) == len(kinds) > 1:
+            aspects = ["dtype", "device", "requires_grad", "made in inference_mode"]
+            aspects = [*(["shape", "strides"] if len(tensors[0]) > 5 else ["dimensions"]), *aspects]
+            aspect, values = next(
+                each for each in zip(aspects, zip(*tensors, strict=True), strict=True) if len(set(each[1])) > 1
+            )
+            yield f"{name}, {aspect}: {' / '.join(dict.fromkeys(map(str, values)))}"
+        elif len(kinds) > 1:
+            held = (kind[0] if isinstance(kind, tuple) and kind not in tensors else kind for kind, *_ in kinds)
+            texts = dict.fromkeys(
+                "a tensor" if kind in tensors else getattr(kind, "__name__", str(kind)) for kind in held
+            )
+            yield f"{name}: {' / '.join(texts) if len(texts) > 1 else f'what {texts.popitem()[0]} holds'}"
 
 
 def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
