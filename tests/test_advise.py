@@ -162,7 +162,7 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
     assert facts["regional"] and facts["helper"] is None
     assert "Block: 3 module(s), 1 graph(s)" in facts["report"] and "100% of the weights" in facts["report"]
     lonely = look(f"{models}:lonely", tmp_path)
-    assert not lonely["regional"] and "no regions: no module class" in lonely["report"]
+    assert not lonely["regional"] and "no regions: no block repeats" in lonely["report"]
     assert look("bert-debug", tmp_path)["regional"] and look(f"{models}:nested", tmp_path)["regional"]
     look(f"{models}:make", tmp_path)
     worker = ArmWorker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))

@@ -291,7 +291,10 @@ def engine() -> list[Refusal]:
         (lambda: compiled(Stack(), regions=[Block], backend="cudagraphs"), "backend='cudagraphs' records a CUDA graph"),
         (lambda: compiled(compiled(Stack())), r"already compiled: blocks\.0, .*zoo\.uncompile"),
         (lambda: compiled(torch.compile(Stack(), backend="eager")), r"already compiled: the model itself.*_orig_mod"),
-        (lambda: compiled(Sequence(Block(2), Block(4))), "no module class but layers of torch.nn occurs twice with"),
+        (
+            lambda: compiled(Sequence(Block(2), Block(4))),
+            "no block repeats: .*; use torch.compile.* or name classes",
+        ),
         (lambda: zoo.warm_up(Stack(), x=torch.randn(2, 4)), r"call zoo\.compile_regions\(model\) first"),
         # What is named as a region.
         *((lambda each=each: find(Stack(), [each]), "nn.Module class", TypeError) for each in (3, int, Block(2))),

@@ -298,7 +298,7 @@ def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multi
             return self.norm(x).relu()
 
     report = zoo.find_regions(Sequence(*(Scale() for _ in range(12))))
-    assert not report.regions and "no regions: no module class but layers of torch.nn occurs twice" in str(report)
+    assert not report.regions and "no block repeats: no class but those of torch.nn occurs" in str(report)
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
     assert not report.regions and "what repeats in it (Block) is too small" in str(report)

@@ -361,10 +361,10 @@ def nothing_repeats(model: nn.Module) -> str:
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
         return f"what repeats in it ({names}) is too small or too varied to gain by regions; use torch.compile(model)"
-    reason = "no module class but layers of torch.nn occurs twice with weights of the same shapes, so no block repeats"
+    reason = "no block repeats: no class but those of torch.nn occurs twice with weights of the same shapes"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
-    return reason
+    return f"{reason}; use torch.compile(model)"
 
 
 def _obstacles(
