@@ -221,6 +221,8 @@ def poison(folder: Path) -> None:
         (partial(edit, fingerprint={"torch": "1.0"}), "torch was 1.0, is " + re.escape(torch.__version__)),
         (partial(edit, fingerprint={"device": ["GPU"]}), "device was .*GPU.*, is "),
         (partial(edit, fingerprint={"zoo's sources": "0"}), "zoo's sources was 0, is "),
+        (partial(edit, fingerprint={"model": "nets.Other"}), "it is of a nets.Other, and this is a .*Shifts"),
+        (partial(edit, fingerprint={"model": "__main__.Shifts"}), ": let the program that saves import the class, too"),
         (partial(edit, fingerprint={"config": "four"}), "config was four, is three"),
         (partial(edit, fingerprint={"environment": {"TRITON_INTERPRET": "7"}}), "environment's TRITON_INTERPRET was"),
         (partial(edit, fingerprint={"zoo's sources": "0"}, choices={"cut": 1}), "zoo's sources was 0, is "),

@@ -305,8 +305,10 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Descriptions of what has changed since the folder was written."""
     # Through JSON, which turns tuples into lists.
     there, here = index["fingerprint"], json.loads(json.dumps(_fingerprint(model)))
-    if there.get("model") != here["model"]:
-        return [f"it is of a {there.get('model')}, and this is a {here['model']}"]
+    if (was := str(there.get("model"))) != here["model"]:
+        same = was.rpartition(".")[2] == here["model"].rpartition(".")[2]
+        remedy = ": let the program that saves import the class, too" if same and was.startswith("__main__.") else ""
+        return [f"it is of a {was}, and this is a {here['model']}{remedy}"]
     found: list[str] = []
     for name, now in here.items():
         before = there.get(name)
