@@ -224,13 +224,7 @@ def report_on(
         signatures = tuple(tuple(names) for names in groups.values())
         held = {id(weight) for module in modules.values() for weight in module.parameters()}
         share = sum(weights.get(weight, 0) for weight in held) / max(sum(weights.values()), 1)
-        calls: dict[Hashable, list[Any]] = defaultdict(list)
-        for built, kind in (each for each in groups if each[1] is not None):
-            calls[built].append(
-                kind if declared else (*kind[0], *((f"[1]{name[1:]}", number) for name, number in kind[1]))
-            )
-        by_input = dict.fromkeys(text for alike in calls.values() for text in differing_inputs(alike))
-        differences = (*_differences(modules, observed, symbols), *by_input)
+        differences = (*_differences(modules, observed, symbols), *dict.fromkeys(_differing_inputs(groups, declared)))
         # Not all operations take a symbol of a float.
         floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
         unseen = not observed and bool(symbols)  # only a call shows what depends on these numbers
@@ -432,6 +426,17 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
                 held = [text.split(", ") for text in texts]  # a configuration is long: only what differs in it
                 texts = [" and ".join(each for each in own if not all(each in other for other in held)) for own in held]
             yield f"{key}: {_abbreviate(texts)}"
+
+
+def _differing_inputs(groups: Iterable[tuple[Hashable, Any]], declared: bool) -> Iterator[str]:
+    """How the inputs of blocks of one signature differ; a number that is no symbol is an input like all others."""
+    calls: dict[Hashable, list[Any]] = defaultdict(list)
+    for built, kind in groups:
+        if kind is not None:
+            numbers = () if declared else ((name.replace("L", "[1]", 1), number) for name, number in kind[1])
+            calls[built].append((*(kind if declared else kind[0]), *numbers))
+    for alike in calls.values():
+        yield from differing_inputs(alike)
 
 
 def _by_structure(modules: Modules) -> list[dict[str, nn.Module]]:

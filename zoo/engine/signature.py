@@ -182,23 +182,29 @@ def input_kinds(args: Any, kwargs: Any, *, sizes: bool = True) -> tuple[Hashable
 
 def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
     """How the inputs of calls of one structure differ, in words."""
-    inputs = [{f"inputs{where[3:]}": tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
-    for name in dict.fromkeys(itertools.chain.from_iterable(inputs)):
-        kinds = list(dict.fromkeys(each.get(name, ("not given",)) for each in inputs))
-        tensors = [kind for (kind, *_) in kinds if isinstance(kind, tuple) and not isinstance(kind[0], type)]
-        if len(tensors) == len(kinds) > 1:
-            aspects = ["dtype", "device", "requires_grad", "made in inference_mode"]
-            aspects = [*(["shape", "strides"] if len(tensors[0]) > 5 else ["dimensions"]), *aspects]
-            aspect, values = next(
-                each for each in zip(aspects, zip(*tensors, strict=True), strict=True) if len(set(each[1])) > 1
-            )
-            yield f"{name}, {aspect}: {' / '.join(dict.fromkeys(map(str, values)))}"
+    inputs = [{where: tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
+    for where in dict.fromkeys(itertools.chain.from_iterable(inputs)):
+        kinds = list(dict.fromkeys(each.get(where, ("not given",)) for each in inputs))
+        tensors, words = [_of_tensor(*kind) for kind in kinds], dict.fromkeys(_in_words(*kind) for kind in kinds)
+        name = f"inputs{where[3:]}"
+        if len(kinds) > 1 and all(tensors):
+            aspect = next(each for each in tensors[0] if len({kind[each] for kind in tensors}) > 1)
+            yield f"{name}, {aspect}: {' / '.join(dict.fromkeys(str(kind[aspect]) for kind in tensors))}"
         elif len(kinds) > 1:
-            held = (kind[0] if isinstance(kind, tuple) and kind not in tensors else kind for kind, *_ in kinds)
-            texts = dict.fromkeys(
-                "a tensor" if kind in tensors else getattr(kind, "__name__", str(kind)) for kind in held
-            )
-            yield f"{name}: {' / '.join(texts) if len(texts) > 1 else f'what {texts.popitem()[0]} holds'}"
+            yield f"{name}: {' / '.join(words) if len(words) > 1 else f'what {words.popitem()[0]} holds'}"
+
+
+def _of_tensor(kind: Any, *_: Any) -> dict[str, Hashable]:
+    """The properties of a tensor's kind by name; empty for another kind."""
+    if not isinstance(kind, tuple) or isinstance(kind[0], type):
+        return {}
+    sizes = ("shape", "strides") if len(kind) > 5 else ("dimensions",)
+    return dict(zip((*sizes, "dtype", "device", "requires_grad", "made in inference_mode"), kind, strict=True))
+
+
+def _in_words(kind: Any, *_: Any) -> str:
+    kind = kind[0] if isinstance(kind, tuple) and isinstance(kind[0], type) else kind
+    return "a tensor" if isinstance(kind, tuple) else getattr(kind, "__name__", str(kind))
 
 
 def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:

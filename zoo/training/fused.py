@@ -159,7 +159,9 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr, *args, fused=True, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's does; it is fused too."""
+        """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
+        if param_group.get("fused") is False or param_group.get("foreach"):
+            raise ValueError("a group asks for an update that is not fused, as all are here: see torch.optim.AdamW")
         super().add_param_group({**param_group, "fused": True, "foreach": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
