@@ -19,7 +19,6 @@ from benchmarks.startup import (
     estimate_rounds,
     failures_of,
     in_parallel,
-    longer_turns,
     measure_compilation,
     prepare_race,
 )
@@ -162,8 +161,8 @@ def _race_group(
     racing = [arm for arm in racing if arm.ok]
     if not racing:
         return
-    what, more = f"race of {len(racing)} arms, {settings.rounds} rounds", longer_turns(racing, settings)
-    progress.begin(what, "rounds", estimate_rounds(len(racing), settings), more)
+    what = f"race of {len(racing)} arms, {settings.rounds} rounds"
+    progress.begin(what, "rounds", *estimate_rounds(racing, settings))
     seed = settings.seed + first_round
     race(racing, rounds=settings.rounds, first_round=first_round, seed=seed, monitor=settings.monitor)
     progress.begin("kernel counts and profile", "counts", 1.0)

@@ -304,13 +304,10 @@ def estimate_race(cases: Sequence[Case], settings: Settings) -> list[tuple[str, 
     arms = [ArmRun(case=case, folder=settings.scratch) for case in cases]
     jobs = [Job(arm, RACE) for arm in arms]
     items = starts(jobs_before_the_race(arms, settings), settings) + starts(jobs, settings)
-    return [*items, ("rounds", estimate_rounds(len(arms), settings))]
+    return [*items, ("rounds", estimate_rounds(arms, settings)[0])]
 
 
-def estimate_rounds(arms: int, settings: Settings) -> float:
-    return 1.0 + TURN * arms * settings.rounds
-
-
-def longer_turns(arms: Sequence[ArmRun], settings: Settings) -> float:
-    """Seconds to add to the estimate, for calls that turned out to be long: a turn makes at least two."""
-    return settings.rounds * sum(max(0.0, 2 * arm.call_seconds - TURN) for arm in arms)
+def estimate_rounds(arms: Sequence[ArmRun], settings: Settings) -> tuple[float, float]:
+    """Seconds of all rounds if calls are short, and seconds to add for those known to be long: a turn makes two."""
+    longer = sum(max(0.0, 2 * arm.call_seconds - TURN) for arm in arms)
+    return 1.0 + TURN * len(arms) * settings.rounds, settings.rounds * longer
