@@ -63,7 +63,7 @@ class ArmRun:
     worker: Worker | None = None
     result: Result = field(init=False)
     calls: int = 0  # of one turn in the race
-    call_seconds: float = 0.0  # of an early call, for the estimate of the race
+    call_seconds: float = 0.0  # of an early call of compiled code, for the estimate of the race
 
     def __post_init__(self) -> None:
         self.result = Result(case=self.case)
@@ -256,7 +256,7 @@ def bring_up(arm: ArmRun, worker: Worker, settings: Settings) -> Compile | None:
     """Compile and capture in a ready process. Returns the costs; None for a plain eager arm."""
     assert arm.result.memory is not None
     first = worker.ask("first_call")
-    arm.call_seconds = 0.0 if arm.case.cuda_graph else min(first["later_calls"], default=0.0)
+    arm.call_seconds = 0.0 if arm.case.cuda_graph else min(first.get("later_calls", ()), default=0.0)
     figures = None
     if arm.compiled:
         figures = Compile(
