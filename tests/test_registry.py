@@ -1,5 +1,6 @@
-"""Models by name, weights from where people keep them, a WeightMap's table, and what every conversion keeps."""
+"""Models by name, weights from where people keep them, tables of weights, and what every conversion keeps."""
 
+import dataclasses
 import errno
 import importlib
 import itertools
@@ -7,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,11 +18,13 @@ import safetensors.torch
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
+from tests import llm_reference
+from zoo.llm.convert import WEIGHTS
 from zoo.registry import families
-from zoo.weights import Placement, WeightMap
+from zoo.weights import Placement
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
 DEBUG = [name for name in zoo.list_models() if name.endswith("-debug")]
@@ -170,107 +174,61 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-class Theirs(nn.Module):
-    """Two layers of three products, of which ours makes one, and an output tied to the input."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, width)
-        self.block = nn.ModuleList(
-            nn.ModuleDict(
-                {"q": nn.Linear(width, width), "kv": nn.Linear(width, 2 * width), "norm": nn.LayerNorm(width)}
-            )
-            for _ in range(2)
-        )
-        self.out = nn.Linear(width, 5, bias=False)
-        self.out.weight = self.embed.weight
+TIED = "llama-tied-llama3"
 
 
-class Ours(nn.Module):
-    def __init__(self, config: int) -> None:
-        super().__init__()
-        self.config = config
-        self.words = nn.Embedding(5, config)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"qkv": nn.Linear(config, 3 * config), "norm": nn.LayerNorm(config)}) for _ in range(2)
-        )
+def test_rows_of_one_tensor_are_trained_together() -> None:
+    theirs: Any = llm_reference.make(TIED)
+    back: Any = zoo.to_upstream(zoo.from_upstream(theirs))
+    assert back.lm_head.weight is back.model.embed_tokens.weight
+    theirs.model.layers[0].self_attn.k_proj.requires_grad_(False)
+    with pytest.raises(ValueError, match="k_proj.weight.requires_grad is False, but what shares layers.0.qkv_proj"):
+        zoo.from_upstream(theirs)
 
 
-TABLE: Any = {
-    "embed": "words",
-    "block.{}.q": Placement("layers.{}.qkv", 0, 4),
-    "block.{}.kv": Placement("layers.{}.qkv", 4, 8),
-    "block.{}.norm": "layers.{}.norm",
-    "out.weight": Placement("words.weight", repeated=True),
-    "adapters.{}": "adapters.{}",  # of another config
-}
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
 
 
-def skeleton(width: int) -> Theirs:
-    with torch.device("meta"):
-        return Theirs(width)
-
-
-def map_of(table: Any = TABLE) -> WeightMap[Any]:
-    return WeightMap(
-        name="tiny", noun="a tiny model", classes=(Ours,), table=lambda config: table, config_of=lambda module: 4,
-        skeleton=skeleton,
-        adapt=lambda tensors, config, source: {k: tensors[k] for k in tensors if not k.endswith(".old")},
-    )  # fmt: skip
-
-
-def test_a_table_converts_both_ways() -> None:
-    theirs: Any = Theirs()
-    weights = map_of()
-    theirs.block[1].requires_grad_(False)
-    ours = weights.from_upstream(theirs.eval())
-    assert torch.equal(ours.layers[1]["qkv"].weight[:4], theirs.block[1]["q"].weight) and not ours.training
-    back: Any = weights.to_upstream(ours)
-    torch.testing.assert_close(back.state_dict(), theirs.state_dict(), rtol=0, atol=0)
-    assert back.out.weight is back.embed.weight and not back.block[1]["kv"].bias.requires_grad
-    assert weights.upstream_tensors(ours).keys() == theirs.state_dict().keys() - {"out.weight"}
-    theirs.block[0]["q"].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad is True, but what shares layers.0.qkv.weight with it differs"):
-        weights.from_upstream(theirs)
-
-
-def test_tensors_are_strict_but_for_what_is_adapted() -> None:
-    state, weights = dict(Theirs().state_dict()), map_of()
-    del state["out.weight"]
-    converted = weights.convert_state_dict({**state, "block.0.old": torch.ones(1)}, 4)
-    assert torch.equal(converted["layers.0.qkv.bias"][4:], state["block.0.kv.bias"])
-    for changes, words in (
-        ({"block.1.q.bias": None}, r"missing tensors \['block.1.q.bias'\], unexpected tensors \[\]"),
-        ({"extra": torch.ones(1)}, r"unexpected tensors \['extra'\]"),
-        ({"block.0.kv.weight": torch.ones(4, 4)}, r"block.0.kv.weight has shape \(4, 4\), expected \(8, 4\)"),
-        ({"out.weight": torch.ones(5, 4)}, "out.weight differs from words.weight"),
-        ({"block.0.q.bias": torch.ones(4).int()}, "block.0.q.bias is torch.int32, expected floating-point numbers"),
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop(QUERIES), rf"missing tensors \['{QUERIES}'\], unexpected tensors \[\]"),
+        (lambda state: state.update(extra=torch.ones(1)), r"unexpected tensors \['extra'\]"),
+        (lambda state: state.update({QUERIES: torch.ones(4, 4)}), r"q_proj.weight has shape \(4, 4\), expected \("),
+        (lambda state: state["lm_head.weight"].add_(1), "lm_head.weight differs from embed_tokens.weight"),
+        (lambda state: state.update({QUERIES: state[QUERIES].int()}), "torch.int32, expected floating-point numbers"),
         (
-            {"block.0.q.bias": torch.ones(4).half()},
-            "kv.bias is torch.float32, but layers.0.qkv.bias has torch.float16 for others",
+            lambda state: state.update({QUERIES: state[QUERIES].half()}),
+            "k_proj.weight is torch.float32, but layers.0.qkv_proj.weight has torch.float16 for others",
         ),
-    ):
-        changed = {key: tensor for key, tensor in {**state, **changes}.items() if tensor is not None}
-        with pytest.raises(ValueError, match=words):
-            weights.convert_state_dict(changed, 4)
+    ],
+)
+def test_tensors_of_theirs_that_do_not_fit_are_named(change: Callable[[dict[str, Tensor]], Any], words: str) -> None:
+    theirs = llm_reference.make(TIED)
+    state = {key: tensor.clone() for key, tensor in theirs.state_dict().items()}
+    change(state)
+    with pytest.raises(ValueError, match=words):
+        WEIGHTS.convert_state_dict(state, zoo.from_upstream(theirs).config)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"embed": None}, r"fills \['words.weight'\] not at all"),
-        ({"block.{}.kv": Placement("layers.{}.qkv", 4, 4)}, "fills .*layers.0.qkv.weight.* in part"),
-        ({"again": "words"}, "fills .*words.weight.* twice"),
-        ({"block.{}.q.weight": Placement("layers.{}.qkv.weight", 0, 4)}, "names block.0.q.weight twice"),
+        ({"model.norm": None}, r"fills \['head.norm.weight'\] not at all"),
+        ({"model.layers.{}.self_attn.q_proj": Placement("layers.{}.qkv_proj", 0, 4)}, "fills .*qkv_proj.* in part"),
+        ({"again": "embed_tokens"}, "fills .*embed_tokens.weight.* twice"),
+        ({"model.norm.weight": "head.norm.weight"}, "names model.norm.weight twice"),
     ],
-)  # fmt: skip
+)
 def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -> None:
-    table = {key: target for key, target in {**TABLE, **changes}.items() if target is not None}
+    def table(config: Any) -> dict[str, Any]:
+        return {key: target for key, target in {**WEIGHTS.table(config), **changes}.items() if target is not None}
+
     with pytest.raises(ValueError, match=words):
-        map_of(table).from_upstream(Theirs())
+        dataclasses.replace(WEIGHTS, table=table).from_upstream(llm_reference.make(TIED))
 
 
-@pytest.mark.parametrize("name", [name for name in zoo.list_models() if name.endswith("-debug")])
+@pytest.mark.parametrize("name", DEBUG)
 def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
     theirs = zoo.to_upstream(zoo.create(name).to(torch.bfloat16)).train()
     frozen = next(child for child in theirs.children() if list(child.parameters()))
