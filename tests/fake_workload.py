@@ -12,18 +12,10 @@ from torch import nn
 from benchmarks.families.base import Prepared, Training
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
+from tests.blocks import Block
 from zoo.engine.region import Region
 
 WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(x)) + x
 
 
 class Model(nn.Module):
@@ -33,7 +25,7 @@ class Model(nn.Module):
         super().__init__()
         self.behaviour = behaviour
         self.ours = ours
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.behaviour != "good":

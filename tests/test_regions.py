@@ -459,15 +459,6 @@ def test_hooks_of_one_function_are_a_graph_for_all_blocks() -> None:
     assert sum(graphs_of(model).values()) == 1
 
 
-class Containing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = Block(4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x))
-
-
 def test_a_hook_inside_a_region_that_costs_graphs_or_cannot_be_traced_is_named_with_the_remedy() -> None:
     kept: list[Tensor] = []
 
@@ -477,7 +468,7 @@ def test_a_hook_inside_a_region_that_costs_graphs_or_cannot_be_traced_is_named_w
     def interrupt(module: nn.Module, args: Any, output: Tensor) -> None:
         torch._dynamo.graph_break()
 
-    model, x = Sequence(*(Containing() for _ in range(6))), torch.randn(2, 4)
+    model, x = Sequence(*(Wrapper() for _ in range(6))), torch.randn(2, 4)
     with torch.no_grad():
         for hook, told in ((collect, pytest.warns(zoo.RegionWarning)), (interrupt, pytest.raises(zoo.RegionError))):
             torch.compiler.reset()

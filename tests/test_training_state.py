@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from tests.blocks import Block, Stack, Wired
+from tests.blocks import Block, Dropping, Stack
 from tests.training_models import Weighted, build, draw, loss_of, optimizer_of
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import AdamW, TrainingStep, TrainingWarning, capture_obstacles, checkpoint_regions
@@ -283,20 +283,10 @@ def test_weights_of_a_loss_are_saved_with_it_and_what_could_not_be_loaded_again_
     assert step.steps == 1
 
 
-class DroppingBlock(Wired):
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.relu(self.linear(x)))
-
-
 def compiled(device: str = "cpu", block: type[nn.Module] = Block) -> nn.Module:
     torch.manual_seed(0)
     model = Stack(depth=4)
-    if block is not Block:
-        model.blocks = nn.ModuleList(block() for _ in range(4))
+    model.blocks = nn.ModuleList(block(8) for _ in range(4))
     return zoo.compile_regions(model.to(device).train(), regions=[block], backend="aot_eager")
 
 
@@ -322,7 +312,7 @@ def kept_bytes(model: nn.Module, *args: Tensor, **inputs: Tensor) -> int:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
-@pytest.mark.parametrize("block", [Block, DroppingBlock])
+@pytest.mark.parametrize("block", [Block, Dropping])
 def test_gradients_do_not_change(device: str, every: int, block: type[nn.Module]):
     x = torch.randn(2, 4, device=device)
     model = compiled(device, block)
