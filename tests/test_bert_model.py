@@ -125,45 +125,25 @@ def test_the_loss_of_a_span_asks_tokens_only() -> None:
     torch.testing.assert_close(output.loss, (losses[0] + losses[1]) / 2)
 
 
-def test_padding_anywhere() -> None:
-    for kind in reference.KINDS:
-        theirs = reference.make(kind, "token-classification")
-        model: Any = zoo.from_upstream(theirs)
-        batch = {name: tensor.flip(1) for name, tensor in reference.batch(kind).items()}
-        batch["attention_mask"][0, 3:6] = 0
-        mask = batch["attention_mask"].bool()
-        with torch.inference_mode():
-            packed = pack(**batch, config=model.config, buckets=(44, 60))
-            reference.compare(unpack(model(packed), packed), theirs(**batch), where=mask)
-
-
 @pytest.mark.parametrize("head", reference.NAMES)
 def test_gradients_are_those_of_padded_batches(head: str) -> None:
     model = model_of("bert", head)
     batch, labels = reference.batch("bert"), reference.labels(head)
     if head == "question-answering":
         batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
-    mask = batch["attention_mask"].bool()
+    given = dict(labels)
+    if head in ("masked-lm", "token-classification"):
+        labels = {"labels": F.pad(labels["labels"], (0, 5), value=-100)}
+        batch = {name: F.pad(tensor, (0, 5)) for name, tensor in batch.items()}
+        given = {"labels": labels["labels"].masked_fill(batch["attention_mask"] == 0, -100)}
+    packed = pack(**batch, buckets=(64,), rows=4, length=16)
 
-    def gradients(packing: bool) -> list[Tensor]:
-        if packing:
-            packed = pack(**batch, buckets=(64,), rows=4, length=16)
-            output = model(packed, **labels)
-        else:
-            if "labels" in labels and labels["labels"].dim() == 2:
-                given = {"labels": labels["labels"].masked_fill(~mask, -100)}
-            else:
-                given = labels
-            output = model(**batch, **given)
+    def gradients(output: Any) -> list[Tensor]:
         loss = output.pooler_output.square().sum() if head == "pooled" else output.loss
         found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         return [torch.zeros(()) if each is None else each for each in found]
 
-    if head in ("masked-lm", "token-classification"):
-        labels = {"labels": torch.nn.functional.pad(labels["labels"], (0, 5), value=-100)}
-        batch = {name: torch.nn.functional.pad(tensor, (0, 5)) for name, tensor in batch.items()}
-        mask = batch["attention_mask"].bool()
-    for got, expected in zip(gradients(True), gradients(False), strict=True):
+    for got, expected in zip(gradients(model(packed, **labels)), gradients(model(**batch, **given)), strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -327,15 +307,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "GELU by tanh": (transformer.bias_gelu, (grown(3, 8, dtype=low), grown(8), True)),
         "bias of a product": (transformer.column_sums, (torch.randn(2, 3, 8), low)),
     }
-
-
-@pytest.mark.parametrize("shifted", [False, True])
-def test_a_norm_matches_torchs_without_kernels(shifted: bool) -> None:
-    x, added = torch.randn(2, 2, 3, 8, dtype=torch.float64).unbind()
-    weight, bias, shift = torch.randn(3, 8, dtype=torch.float64).unbind()
-    out, low = transformer.add_layer_norm(x, added, shift if shifted else None, weight, bias, 1e-6, torch.bfloat16)
-    torch.testing.assert_close(out, F.layer_norm(x + added + shift * shifted, (8,), weight, bias, 1e-6))
-    assert out.dtype == torch.float64 and torch.equal(low, out.bfloat16())
 
 
 NORM, ACTIVATION = "add_layer_norm", "bias_gelu"
