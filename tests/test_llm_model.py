@@ -176,23 +176,8 @@ def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions:
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
-def test_padding_of_ragged_prompts_is_never_seen_and_a_second_turn_goes_on(window: int | None) -> None:
-    model = zoo.create("llm-debug", sliding_window=window)
-    tokens, lengths = ids(3, 14), torch.tensor([9, 3, 6])
-    with torch.inference_mode():
-        expected = model(tokens)
-        cache = model.make_cache(3, 14)
-        prompt, positions = tokens[:, :9].clone(), torch.arange(9).repeat(3, 1)
-        for row, length in enumerate(lengths.tolist()):
-            prompt[row, length:] = 77
-        got = model(prompt, position_ids=positions, cache=cache, logits_to_keep=lengths[:, None] - 1)
-        torch.testing.assert_close(got[:, 0], expected[torch.arange(3), lengths - 1], rtol=1e-4, atol=1e-5)
-        for step in range(5):
-            at = lengths + step
-            one = tokens.gather(1, at[:, None])
-            got = model(one, position_ids=at[:, None], cache=cache)
-            torch.testing.assert_close(got[:, 0], expected[torch.arange(3), at], rtol=1e-4, atol=1e-5)
-    tokens = ids(2, 16)
+def test_a_second_turn_goes_on_and_sees_nothing_of_who_had_the_cache_before(window: int | None) -> None:
+    model, tokens = zoo.create("llm-debug", sliding_window=window), ids(2, 16)
     with torch.inference_mode():
         expected = model(tokens)
         cache = model.make_cache(2, 16)
@@ -793,11 +778,6 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        (
-            {"max_new_tokens": 511},
-            ValueError,
-            "row 0 has 2 tokens and max_new_tokens is 511, but the cache has 512 slots",
-        ),
         ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"temperature": 1e-40}, ValueError, "temperature is 1e-40, expected 0 for greedy, or a number from 1e-6"),
