@@ -32,17 +32,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+# Other norms, groups and widths are drawn in test_fuzz.py.
 RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "basic": (BasicBlock, [1, 2, 1, 1], {}),
     "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
-    "groups": (Bottleneck, [1, 1, 2, 1], {"groups": 4, "width_per_group": 8}),
-    "wide": (Bottleneck, [1, 1, 1, 1], {"width_per_group": 96}),
-    "dilated": (Bottleneck, [1, 2, 2, 2], {"replace_stride_with_dilation": [False, True, True]}),
     "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
     "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
-    "norm options": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, eps=1e-3, momentum=0.3)}),
-    "no statistics": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
-    "frozen": (Bottleneck, [1, 1, 1, 1], {"norm_layer": FrozenBatchNorm2d}),
     "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
 }
 # What test_fuzz.py does not draw.

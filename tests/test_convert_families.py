@@ -99,12 +99,7 @@ def test_dropout_matches_transformers() -> None:
         assert not torch.allclose(ours.std(0), model(ids).logits.std(0))
 
 
-def test_files_that_lack_a_tensor(tmp_path: Path) -> None:
-    state = zoo.create("bert-debug", head="masked-lm").state_dict()
-    del state["head.bias"]
-    save_file(state, tmp_path / "own.safetensors")
-    with pytest.raises(ValueError, match=r"missing tensors \['head.bias'\], unexpected tensors \[\]"):
-        zoo.create("bert-debug", weights=tmp_path / "own.safetensors", head="masked-lm")
+def test_a_folder_that_lacks_a_tensor(tmp_path: Path) -> None:
     zoo.bert.save(zoo.create("bert-debug", head="masked-lm"), tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     # A whole head that is missing would start from random weights.
@@ -515,11 +510,6 @@ def test_paths_hub_ids_and_a_folder_of_that_name_are_no_names(weights: Any, tmp_
     if weights == "DEFAULT":
         (tmp_path / "DEFAULT").mkdir()
     assert find_weights("resnet50", weights) is None
-
-
-def test_another_number_of_classes_is_named(server: list[Any]) -> None:
-    with pytest.raises(ValueError, match=r"fc\.\w+ has shape \(1000.*expected \(10"):
-        zoo.create("resnet18", weights="DEFAULT", num_classes=10)
 
 
 def test_checkpoints_of_training_scripts_load_and_a_model_without_memory_converts(tmp_path: Path) -> None:
