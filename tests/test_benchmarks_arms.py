@@ -597,23 +597,6 @@ def test_continuous_batching(impl: str, strategy: str) -> None:
         step.stop()
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"input": "2x32"}, "the inputs of llama-debug are dynamic-4, static-4, continuous-4"),
-        ({"impl": "zoo"}, "the model is the library's, eager is upstream's arm"),
-        ({"impl": "zoo", "strategy": "hierarchical"}, "declares no regions"),
-        ({"impl": "upstream-tuned"}, "only regional has a recompile limit"),
-        ({"input": "dynamic-4", "strategy": "regional", "cuda_graph": True, "device": "cuda"}, "of many sizes"),
-        ({"impl": "upstream", "cuda_graph": True, "device": "cuda"}, "transformers captures a step"),
-    ],
-)
-def test_arms_that_there_are_not(changes: dict[str, Any], reason: str) -> None:
-    dtype = "bfloat16" if "device" in changes else "float32"
-    refused = load("foreign").refuses(FOREIGN.case(**{"impl": "upstream", "dtype": dtype, **changes}))
-    assert refused is not None and reason in refused
-
-
 @pytest.mark.slow
 def test_models_are_of_real_size() -> None:
     millions = {name: foreign.parameters(name) // 1_000_000 for name in foreign.MODELS if "debug" not in name}

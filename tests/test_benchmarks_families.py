@@ -373,6 +373,7 @@ def test_every_committed_row_is_still_a_case():
 
 
 EPOCH = {"family": "bert", "workload": "train", "input": "epoch-4x32", "strategy": "full", "dynamic": True}
+FOREIGN = {"family": "foreign", "impl": "upstream", "dtype": "bfloat16"}
 HALF = {"workload": "train", "dtype": "float16"}
 SMALLEST = [("bert", "2x32"), ("gnn", "karate"), ("resnet", "4x32"), ("unet", "2x8x8")]
 WORDS: list[tuple[dict[str, Any], str]] = [
@@ -402,6 +403,12 @@ WORDS: list[tuple[dict[str, Any], str]] = [
     ({"family": "unet", "input": "loop-3x8x8", "strategy": "hierarchical"}, "hierarchical is for single calls"),
     ({"family": "unet", "workload": "train", "impl": "upstream-tuned"}, "fused projections, which are for inference"),
     ({"family": "calls", "impl": "upstream"}, "these blocks are of no library"),
+    ({**FOREIGN, "input": "2x32"}, "the inputs of llama-debug are dynamic-4, static-4, continuous-4"),
+    ({**FOREIGN, "impl": "zoo"}, "the model is the library's, eager is upstream's arm"),
+    ({**FOREIGN, "impl": "zoo", "strategy": "hierarchical"}, "declares no regions"),
+    ({**FOREIGN, "impl": "upstream-tuned"}, "only regional has a recompile limit"),
+    ({**FOREIGN, "input": "dynamic-4", "strategy": "regional", "cuda_graph": True}, "of many sizes"),
+    ({**FOREIGN, "cuda_graph": True}, "transformers captures a step"),
     ({"family": "patterns", "strategy": "full"}, "raced in the families"),
     ({"family": "patterns", "impl": "upstream-tuned"}, "two sides"),
 ]
