@@ -85,18 +85,7 @@ def test_generation_is_saved_with_a_static_cache_and_says_why_it_is_not_with_a_d
     assert reason.startswith("its sizes are symbols") and "static cache" in reason
 
 
-def test_sizes_that_vary_turn_symbolic_once_and_are_told_also_of_layers_that_were_dropped_before() -> None:
-    model = Sequence(*(Block(4) for _ in range(3)))
-    inputs = [torch.randn(rows, 4) for rows in (2, 3, 5, 7, 11)]
-    expected = [model(x) for x in inputs]
-    compiled(model, backend="aot_eager")
-    with torch.no_grad(), zoo.enforce_budget(model):
-        torch.testing.assert_close(model(inputs[0]), expected[0])
-        with pytest.warns(zoo.RegionWarning, match=r"blocks\.0 \(Block\): x\.shape\[0\] differed .*dynamic=False"):
-            torch.testing.assert_close(model(inputs[1]), expected[1])
-        for x, y in zip(inputs, expected, strict=True):
-            torch.testing.assert_close(model(x), y)
-    assert sum(graphs_of(model).values()) == 2
+def test_sizes_that_vary_turn_symbolic_once_also_of_layers_that_were_dropped_before() -> None:
     model = compiled(Dropping(nn.Linear(4, 4), *(Block(4) for _ in range(5))), regions=[Block])
     with warnings.catch_warnings(), zoo.enforce_budget(model):
         warnings.simplefilter("ignore", zoo.RegionWarning)
@@ -124,6 +113,9 @@ class FromView(nn.Module):
         return x + first.square()
 
 
+SYMBOLIC = r"blocks\.0 \(\w+\): x\.shape\[0\] differed .*dynamic=False"
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["no gradients", "training"])
 @pytest.mark.parametrize("block", [Block, Overwriting])
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", None), ("aot_eager", None), ("aot_eager", True)])
@@ -131,7 +123,7 @@ def test_sizes_that_vary_are_a_graph_for_views_and_others_alike(block, backend, 
     model = FromView(block)
     reference = copy.deepcopy(model)
     compiled(model, backend=backend, dynamic=dynamic)
-    warned = contextlib.nullcontext() if dynamic else pytest.warns(zoo.RegionWarning, match="became symbolic")
+    warned = contextlib.nullcontext() if dynamic else pytest.warns(zoo.RegionWarning, match=SYMBOLIC)
     with warned, torch.set_grad_enabled(training):
         for rows in (3, 5, 7):
             x = torch.randn(rows, 4)
@@ -576,8 +568,6 @@ def test_options_of_a_region_come_before_those_of_the_call() -> None:
     with torch.no_grad():
         model(torch.randn(2, 4))
     assert ours.frame_count == theirs.frame_count == 1
-    with pytest.raises(ValueError, match="mode='reduce-overhead' records a CUDA graph"):
-        zoo.compile_regions(Sequence(Block(4)), regions=[zoo.Region(Block, mode="reduce-overhead")])
 
 
 def of_torch() -> nn.Module:
