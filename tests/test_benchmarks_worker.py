@@ -163,6 +163,7 @@ def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more:
         ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, float>(P<int>)", "internal::gemvx::kernel"),
         ("std::enable_if<((5)>=(3)), void>::type some::kernel<1>(int)", "some::kernel"),
         # The kernel is what the template is given.
+        ("void cutlass::Kernel2<cutlass_80_gemm>(cutlass_80_gemm::P)", "cutlass_80_gemm"),
         (
             "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Main<2, int>, "
             "flash::Epilogue<1> > > >(flash::Params)",
