@@ -120,6 +120,14 @@ def nested() -> nn.Module:
     return nn.Sequential(Sequence(Block(4)), Sequence(Block(4)))
 
 
+def outputs_and_gradients(model: nn.Module, inputs: Any, autocast: bool = False) -> list[Tensor]:
+    """The first output, and the gradients of all parameters; inputs that are no dict are the first argument."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(**inputs)[0] if isinstance(inputs, dict) else model(inputs)[0]
+    above = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out.float() * above).sum(), list(model.parameters()))]
+
+
 def same_gradients(ours: nn.Module, theirs: nn.Module, **limits: float) -> None:
     for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, **limits, msg=lambda text, name=name: f"{name}: {text}")

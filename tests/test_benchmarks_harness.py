@@ -255,19 +255,19 @@ def test_cold_is_empty_and_warm_is_hit(settings: Settings, monkeypatch: pytest.M
 @pytest.mark.parametrize(("rounds", "status"), [(5, "ok"), (3, "interrupted")])
 def test_an_arm_that_was_through_enough_rounds_outlives_an_interruption(settings, monkeypatch, rounds, status):
     real, case = benchmarks.harness.race, EAGER
+
+    def ask(arm: ArmRun, operation: str, **given: object) -> dict[str, object]:
+        if operation == "kernels":
+            raise KeyboardInterrupt
+        return arm.worker.ask(operation, **given)
+
     monkeypatch.setattr(benchmarks.harness, "race", lambda arms, **given: real(arms, **given | {"rounds": rounds}))
-    monkeypatch.setattr(ArmRun, "ask", lambda arm, operation, **given: _ask(arm, operation, given))
+    monkeypatch.setattr(ArmRun, "ask", ask)
     rows: dict[str, Result] = {}
     with pytest.raises(KeyboardInterrupt):
         rows_of(replace(settings, quick=True), case, rows=rows)
     row = rows[case.arm]
     assert row.status == status and (row.steady is not None) == (status == "ok")
-
-
-def _ask(arm: ArmRun, operation: str, given: dict[str, object]) -> dict[str, object]:
-    if operation == "kernels":
-        raise KeyboardInterrupt
-    return arm.worker.ask(operation, **given)
 
 
 def test_what_cannot_fit_says_what_it_needs_and_starts_no_process(settings: Settings, monkeypatch: pytest.MonkeyPatch):

@@ -501,10 +501,6 @@ def pair(speedup: float, *, noise: float = 0.004, **case: Any) -> list[Result]:
     return [*arms, twin]
 
 
-def races_of(*results: Result) -> list[MeasuredRace]:
-    return races(results, ENVIRONMENTS)
-
-
 def part(limit: str, *where: tuple[str, ...], **options: Any) -> Part:
     low, high = parse_limit(limit)
     values = {"says": "gain", "figure": "speed", "arms": (FULL, EAGER), "races": where or (CORA,), **options}
@@ -512,7 +508,7 @@ def part(limit: str, *where: tuple[str, ...], **options: Any) -> Part:
 
 
 def outcomes(one: Part, *results: Result) -> list[str]:
-    return [place.outcome + f" {place.why}".rstrip() for place in places(one, races_of(*results))]
+    return [place.outcome + f" {place.why}".rstrip() for place in places(one, races(results, ENVIRONMENTS))]
 
 
 def test_what_does_not_run_or_is_wrong_fails_and_what_has_no_numbers_says_nothing() -> None:
@@ -528,7 +524,7 @@ def test_what_does_not_run_or_is_wrong_fails_and_what_has_no_numbers_says_nothin
     assert outcomes(part("at most 10", figure="error over eager's", arms=(FULL,)), eager, full, twin) == ["fails more"]
     eager, full, twin = pair(2.0)
     full.cold = full.warm = full.memory = full.check = None
-    (race,) = races_of(eager, full, twin)
+    (race,) = races([eager, full, twin], ENVIRONMENTS)
     for name in claims.FIGURES.keys() - {"speed"}:
         arms = (FULL, EAGER) if name in ("peak memory", "cold compile time") else (FULL,)
         assert claims.measure(part("at least 1", figure=name, arms=arms), race) is None, name

@@ -218,10 +218,6 @@ CPU = Case(family="gnn", model="gcn", input="karate")
 GPU = replace(CPU, device="cuda")
 
 
-def nothing_refused(case: Case) -> None:
-    return None
-
-
 GPU_ARMS = ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]
 THEIR_ARMS = ["upstream eager", "upstream full", "upstream regional"]
 CONTROL = "zoo regional + CUDA graph (A/A)"
@@ -248,12 +244,14 @@ NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
 
 @pytest.mark.parametrize(("base", "options", "arms"), NAMES)
 def test_options_and_their_arms(base: Case, options: dict[str, Any], arms: list[str]):
-    cases, _ = expand([base], nothing_refused, **options)
+    cases, _ = expand([base], lambda case: None, **options)
     assert [case.arm for case in cases] == arms
 
 
 def test_the_zoo_without_its_kernels_is_an_arm_to_ask_for_and_what_cannot_be_is_left_out_with_the_reason() -> None:
-    cases, _ = expand([GPU], nothing_refused, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"])
+    cases, _ = expand(
+        [GPU], lambda case: None, impls=["zoo", "zoo-library"], strategies=["eager", "regional+cudagraph"]
+    )
     captured = " regional + CUDA graph"
     assert [case.arm for case in cases] == [
         "zoo eager", f"zoo{captured}", "zoo-library eager", f"zoo-library{captured}", f"zoo{captured} (A/A)",

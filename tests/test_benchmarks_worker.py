@@ -288,20 +288,6 @@ def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bo
     assert all("size mismatch" in reason for reason in facts.recompiles)
 
 
-def test_late_compilations_are_found_after_a_restart():
-    model = Stages()
-    recorder = Recorder(model)
-    with torch.no_grad():
-        compiled(model)(torch.randn(2, 4))
-        recorder.restart()
-        model(torch.randn(2, 4))
-        assert recorder.late() == []
-        assert recorder.facts().graphs == 0
-        model(torch.randn(5, 4))
-    assert len(recorder.late()) == 2
-    assert "size mismatch" in recorder.late()[0]
-
-
 def test_phases_are_differences_of_nested_figures_and_a_second_frame_is_a_break() -> None:
     class Record:
         dynamo_cumulative_compile_time_us = 10_000_000

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zoo
 import zoo.ops.common
 from tests import bert_reference as reference
-from tests.blocks import Doubled, graphs_of
+from tests.blocks import Doubled, graphs_of, outputs_and_gradients
 from tests.fake_gpu import traced
 from zoo.bert import BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
@@ -347,15 +347,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
-
-
-def outputs_and_gradients(model: Any, inputs: Any, autocast: bool = False) -> list[Tensor]:
-    inputs = inputs if isinstance(inputs, dict) else {"input_ids": inputs}
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        hidden = model(**inputs)[0]
-    above = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape)
-    loss = (hidden.float() * above).sum()
-    return [hidden.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:

@@ -162,13 +162,10 @@ def test_device_share_on_a_gpu() -> None:
     assert "% of device time" in str(report)
 
 
-class Lazy(nn.Module):
+class Lazy(Block):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.LazyLinear(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).relu()
 
 
 @pytest.mark.parametrize("regions", [None, [Lazy]])

@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 import zoo
+from tests.fuzzing import relative_error
 from zoo.ops import images as stem
 from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_act, linear_relu, max_pool, norm_act, norm_act_pool
 from zoo.resnet import Folding, ResNet, fold_batch_norm
@@ -211,10 +212,6 @@ def trained(**changes: Any) -> ResNet:
     return model
 
 
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((got.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointwise: str) -> None:
@@ -226,12 +223,12 @@ def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointw
     images = torch.randn(2, 3, 70, 50)
     model.eval()
     with torch.inference_mode():
-        assert error(folded(images), model(images)) < 1e-5
+        assert relative_error(folded(images), model(images)) < 1e-5
         for got, expected in zip(folded(images, stages=True), model(images, stages=True), strict=True):
-            assert error(got, expected) < 1e-5
+            assert relative_error(got, expected) < 1e-5
             assert got.is_contiguous(memory_format=torch.channels_last)
         double = fold_batch_norm(copy.deepcopy(model).double(), convolutions=convolutions, pointwise=pointwise)
-        assert error(double(images.double()), copy.deepcopy(model).double()(images.double())) < 1e-13
+        assert relative_error(double(images.double()), copy.deepcopy(model).double()(images.double())) < 1e-13
 
 
 def test_the_model_stays_as_it_is_and_shares_nothing() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests import fake_gpu
-from tests.blocks import Doubled
+from tests.blocks import Doubled, outputs_and_gradients
 from zoo.ops import images as convs
 from zoo.ops import transformer as low_products
 from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, windows_run
@@ -21,10 +21,6 @@ from zoo.unet import ResnetBlock, Transformer, TransformerBlock, UNet
 from zoo.unet import blocks as products
 from zoo.unet.blocks import PRESETS, BlockShape
 from zoo.unet.model import sinusoids
-
-
-def make(name: str, **changes: Any) -> UNet:
-    return zoo.create(name, **changes)
 
 
 @pytest.mark.parametrize(("name", "resnets", "transformers"), [("sd15", 14, 4), ("sd21", 14, 4), ("sdxl", 12, 2)])
@@ -63,7 +59,7 @@ class Dispatched(TorchDispatchMode):
 
 
 def test_a_backward_fills_nothing_with_zeros() -> None:
-    model = make("unet-debug").train()
+    model = zoo.create("unet-debug").train()
     loss = model(**zoo.example_inputs(model)).sample.square().mean()
     with Dispatched() as dispatched:
         loss.backward()
@@ -169,14 +165,6 @@ def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, m
     # Two norms, two of windows, and the sum at the end.
     assert graph.count("triton_kernel_wrapper_functional") == 5
     assert not any("convolution" in node or node.startswith("zoo") for node in graph)
-
-
-def outputs_and_gradients(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> list[Tensor]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = model(**inputs).sample
-    above = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    learning = [each for each in model.parameters() if each.requires_grad]
-    return [out.detach(), *torch.autograd.grad((out.float() * above).sum(), learning)]
 
 
 def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
