@@ -48,25 +48,20 @@ def run_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
 
 
-def bert() -> tuple[Any, dict[str, Any]]:
-    from transformers import BertConfig, BertModel
+def foreign(name: str) -> tuple[Any, dict[str, Any]]:
+    from benchmarks.conformance import MODELS
 
-    config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    return BertModel(config), {"input_ids": torch.arange(12).view(2, 6), "attention_mask": mask}
+    return MODELS[name].make(), MODELS[name].inputs(MODELS[name].sizes[0])
+
+
+def bert() -> tuple[Any, dict[str, Any]]:
+    model, inputs = foreign("transformers Bert")
+    return model, {**inputs, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
 
 
 def llama() -> tuple[Any, dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, max_position_embeddings=32,
-    )  # fmt: skip
-    return LlamaForCausalLM(config), {"input_ids": torch.arange(12).view(2, 6), "use_cache": False}
+    model, inputs = foreign("transformers Llama")
+    return model, {**inputs, "use_cache": False}
 
 
 def llama_dynamic() -> tuple[Any, dict[str, Any]]:
@@ -86,26 +81,11 @@ def llama_decode() -> tuple[Any, dict[str, Any]]:
     return model, {"input_ids": token, "past_key_values": cache, "use_cache": True, "position_ids": position}
 
 
-def vit() -> tuple[Any, dict[str, Any]]:
-    from torchvision.models import VisionTransformer
-
-    model = VisionTransformer(image_size=32, patch_size=8, num_layers=4, num_heads=2, hidden_dim=16, mlp_dim=32)
-    return model, {"x": torch.randn(2, 3, 32, 32)}
-
-
-def unet() -> tuple[Any, dict[str, Any]]:
-    from diffusers import UNet2DConditionModel
-
-    model = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16,), layers_per_block=1, cross_attention_dim=8, attention_head_dim=4,
-        norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D",), up_block_types=("CrossAttnUpBlock2D",),
-        mid_block_scale_factor=1.0,  # the default is an integer, and other blocks have a float: a graph more
-    )  # fmt: skip
-    noise, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, 8)
-    return model, {"sample": noise, "timestep": torch.tensor(3), "encoder_hidden_states": text}
-
-
-FOREIGN = {each.__name__: each for each in (bert, llama, llama_dynamic, llama_decode, vit, unet)}
+FOREIGN = {
+    **{each.__name__: each for each in (bert, llama, llama_dynamic, llama_decode)},
+    "vit": functools.partial(foreign, "torchvision VisionTransformer"),
+    "unet": functools.partial(foreign, "diffusers UNet2DConditionModel"),
+}
 
 
 def step(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
