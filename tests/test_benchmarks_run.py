@@ -1,12 +1,9 @@
-"""The command: options and the cases they become, rows of a real run, typed failures, resuming, Ctrl-C."""
+"""The command: options and the cases they become, rows of a real run, typed failures, resuming."""
 
-import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,33 +182,6 @@ def test_a_failure_of_ours_makes_the_exit_code_1(tmp_path: Path):
     assert result.status == "failed"
     assert "this model does not like its input" in done.stdout.replace("\n", " ")
     assert "this model does not like its input" in (tmp_path / "report.html").read_text()  # of a failure alone
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done(tmp_path: Path):
-    arguments = command("--model", "good,sleep", "--strategy", "eager", "--impl", "zoo", "--quick", "--rounds", "6")
-    process = subprocess.Popen(
-        [*arguments, "--out", str(tmp_path)], cwd=ROOT, env=os.environ | LIGHT, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        # A suite that runs in a shell's background ignores Ctrl-C, and its children would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    store = Store(tmp_path / "fake-inference-float32.jsonl")
-    try:
-        until = time.monotonic() + 120
-        while time.monotonic() < until and not (store.path.exists() and store.results()):
-            time.sleep(0.1)
-        time.sleep(3.0)  # into the second race, which sleeps for a minute
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, output
-    assert "--resume" in output
-    statuses = {result.case.model: result.status for result in store.results()}
-    assert statuses["good"] == "ok"
-    assert statuses.get("sleep", "interrupted") == "interrupted"
-    assert all(json.loads(line) for line in store.path.read_text().splitlines())
 
 
 CPU = Case(family="gnn", model="gcn", input="karate")

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,25 +112,17 @@ def test_memory_of_a_modes_own_cuda_graph_is_that_of_its_recording(monkeypatch: 
     assert arm.memory() == {"allocated": 900, "reserved": 2000}
 
 
-@pytest.fixture
-def workers() -> Iterator[list[Worker]]:
-    started: list[Worker] = []
-    yield started
-    for worker in started:
-        worker.kill()
-
-
-def start(workers: list[Worker], model: str, timeout: float = 120.0) -> Worker:
-    worker = Worker({"OMP_NUM_THREADS": "1"}, timeout=timeout)
-    workers.append(worker)
+def start(model: str) -> Worker:
+    worker = Worker({"OMP_NUM_THREADS": "1"}, timeout=120.0)
     for message in preparation(replace(EAGER, model=model)):
         worker.ask(message.pop("op"), **message)
     return worker
 
 
 @pytest.mark.slow
-def test_stray_prints_do_not_reach_the_replies_and_a_timeout_kills_the_process(workers: list[Worker]) -> None:
-    worker = start(workers, "print")
+@pytest.mark.usefixtures("no_worker_stays")
+def test_stray_prints_do_not_reach_the_replies_and_a_timeout_kills_the_process() -> None:
+    worker = start("print")
     assert worker.ask("start_up", folder=None)["ok"]
     assert worker.ask("first_call")["ok"]
     core = min(os.sched_getaffinity(pid := worker._process.pid))
@@ -139,7 +130,7 @@ def test_stray_prints_do_not_reach_the_replies_and_a_timeout_kills_the_process(w
     worker.stop()
     assert not worker.alive
     assert "a stray print" in "\n".join(worker._stderr)
-    worker = start(workers, "sleep")
+    worker = start("sleep")
     worker.timeout = 0.5
     with pytest.raises(WorkerFailure, match="start_up took longer than 0.5 s") as caught:
         worker.ask("start_up", folder=None)
@@ -265,13 +256,6 @@ def test_folders_are_switched_for_a_while_and_kernels_compiled_elsewhere_are_for
     assert not function.device_caches, "the case would not pay for its own kernels"
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.compile(backend="eager", dynamic=False)
-    return model
-
-
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bool):
     model, x = Stages(), torch.randn(2, 4)
@@ -280,7 +264,9 @@ def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bo
         with recorder.watching_signatures():
             model(x)
         assert not any(module._forward_pre_hooks for module in model.modules()), "hooks do not stay"
-        compiled(model)(x)
+        for layer in model.layers:
+            layer.compile(backend="eager", dynamic=False)
+        model(x)
         if changed:
             model(torch.randn(3, 4))
     facts = recorder.facts()
