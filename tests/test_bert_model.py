@@ -1,7 +1,6 @@
 """The encoder: graphs, masks and modes, packed batches like padded ones, layers that run kernels, every wrong input."""
 
 import contextlib
-import importlib.util
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -288,9 +287,6 @@ def test_kernels_train(dropout: float, compiled: bool) -> None:
 
 
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="torch came without Triton, which GPUs only need"
-)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -378,7 +374,6 @@ def test_a_layer_that_trains_runs_the_kernels(autocast, packed, counted, monkeyp
             near(outputs_and_gradients(model, inputs, autocast), expected, relative)
 
 
-@needs_triton
 def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(gpu, monkeypatch):
     layer = zoo.create("bert-debug", **STILL).train().layers[0]
     with torch.autocast("cpu", torch.bfloat16):
@@ -495,8 +490,8 @@ def test_forward_mode_and_functional_transforms_run_without_kernels(counted: Cou
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@needs_triton
 def test_tokens_lie_along_the_axis_of_the_grid_that_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
     from zoo.ops.triton import norms, tiles
 
     grids: dict[str, tuple[int, ...]] = {}
