@@ -206,8 +206,6 @@ def test_inputs_are_looked_at_under_autocast_on_the_host_alone_and_while_a_model
     torch.testing.assert_close(compiled(PAIR), PAIR + 1)
 
 
-# --- calls of public functions, as people write them ---
-
 # What is called, words of the error, and its class where that is no ValueError.
 Refusal = tuple[Any, ...]
 

@@ -333,9 +333,6 @@ def test_through_the_harness(case: Case, tmp_path: Path):
     assert found["error"] < 1e-3 and found["eager_error"] < 1e-3
 
 
-# --- what is run, and what is not ---
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_plain_runs(family: str):
     workload: Workload = load(family)
@@ -469,9 +466,6 @@ def test_labels_can_be_learnt_from_images():
     assert losses[0] > 6.5 and losses[-5:].mean() < 2.0  # of 10 classes in equal shares: 2.3
     assert len(training.batch(0)["labels"].unique()) == resnet.CLASSES
     assert training.batch(0)["images"].is_contiguous(memory_format=torch.channels_last)
-
-
-# --- patterns: both sides compute one thing, and cost what the pages say ---
 
 
 def side(model: str, **changes: Any) -> Prepared:

@@ -102,9 +102,6 @@ def test_an_arm_that_fails_is_a_row(tmp_path: Path) -> None:
     assert row["status"] == "failed" and "no tensor-parallel plan for GCN" in row["reason"]
 
 
-# Starts of whole processes: rows of real ones, and the table that rows give
-
-
 MEASURED = Case(family="bert", model="bert-base", input="32x128", strategy="regional", device="cuda")
 
 

@@ -483,9 +483,6 @@ def test_broken_markers_name_their_line(text: str, said: str) -> None:
         _rewritten(text)
 
 
-# Claims: their verdicts follow from rows alone, with every way a claim can come out
-
-
 EAGER, FULL = "upstream eager", "upstream full"
 CORA = ("gnn", "gcn", "cora", "inference", "float32", "cuda")
 ARXIV = ("gnn", "gcn", "arxiv", "inference", "float32", "cuda")

@@ -163,8 +163,6 @@ def test_links_of_the_pages_outside_the_site_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links what is not there"
 
 
-# --- the API reference ---
-
 PACKAGES = ["zoo", *sorted(f"zoo.{path.parent.name}" for path in (ROOT / "zoo").glob("*/__init__.py"))]
 # `zoo.` in front of a name, and no path or host before it.
 DOTTED = re.compile(r"(?<![\w./-])zoo(?:\.[A-Za-z_]\w*)+")
@@ -260,9 +258,6 @@ def test_the_promised_names_and_what_functions_of_the_reference_return_and_raise
 def classes_in(annotation: Any) -> set[type]:
     inside = {found for each in typing.get_args(annotation) for found in classes_in(each)}
     return inside | {annotation} if inspect.isclass(annotation) else inside
-
-
-# --- what is made from the committed rows ---
 
 
 @functools.cache

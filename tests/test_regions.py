@@ -586,19 +586,14 @@ def test_budgets_hold_for_any_entry_point() -> None:
         model.decoder[0].forward(model.decoder[1](torch.randn(2, 4)))
 
 
-def offloaded(model: Any) -> None:
-    add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True))
+HOOKS: list[tuple[Callable[[Any], Any], int]] = [
+    (lambda model: add_hook_to_module(model.transformer_blocks[1].attn, AlignDevicesHook(io_same_device=True)), 1),
+    (lambda model: model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32), 2),
+    (lambda model: model.enable_cache(FirstBlockCacheConfig(threshold=0.1)), 2),
+]
 
 
-def cast_by_layer(model: Any) -> None:
-    model.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
-
-
-def cached(model: Any) -> None:
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-
-
-@pytest.mark.parametrize(("hook", "hooked"), [(offloaded, 1), (cast_by_layer, 2), (cached, 2)])
+@pytest.mark.parametrize(("hook", "hooked"), HOOKS, ids=["offloaded", "cast by layer", "cached"])
 def test_hooks_of_the_library_are_obstacles(hook: Callable[[Any], None], hooked: int) -> None:
     model, _ = foreign("diffusers FluxTransformer2DModel")
     assert not zoo.find_regions(model).obstacles
