@@ -174,11 +174,8 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
 
 def test_the_librarys_own_helper_is_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs_to_advise_on.py").write_text(
-        "import torch, transformers\n"
-        "def make():\n"
-        "    config = transformers.BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2,\n"
-        "                                     num_attention_heads=2, intermediate_size=32)\n"
-        "    return transformers.BertModel(config), {'input_ids': torch.arange(10).view(2, 5)}\n"
+        "from benchmarks.conformance import MODELS\n"
+        "def make(bert=MODELS['transformers Bert']):\n    return bert.make(), bert.inputs(5)\n"
     )
     monkeypatch.chdir(tmp_path)
     assert look("theirs_to_advise_on.py:make", tmp_path)["helper"] == "accelerate"
