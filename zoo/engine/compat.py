@@ -62,7 +62,7 @@ def name_fallbacks_alone() -> None:
 
     Torch 2.11 formats them for the log even if it is not shown, with all that each argument is computed from. Where
     each operator reads the one before twice, as in residual blocks, the text doubles each time: a chain of thirty never
-    ends. Torch 2.15 formats on demand. Before Inductor is imported this does nothing.
+    ends. Torch 2.14.1 formats on demand. Before Inductor is imported this does nothing.
     """
     exc = sys.modules.get("torch._inductor.exc")
     if exc is not None and _TORCH < FALLBACKS_ARE_LAZY:
