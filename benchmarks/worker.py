@@ -339,8 +339,7 @@ class Handler:
         with execution_mode(self.case):
             self.step()
             synchronise(self.device)
-            # Operations on the host are not asked for: a loop of tokens has a million of them.
-            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:  # host events are millions
                 for _ in range(calls):
                     self.step()
                 synchronise(self.device)

@@ -14,6 +14,7 @@ Fenced code is left alone, so that docs can show a marker.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -100,10 +101,13 @@ def rewrite(text: str, make_table: Callable[[Spec], str], make_value: Callable[[
                 raise ValueError(f"line {here}: <!-- end table --> closes no table")
             if len(OPEN_VALUE.findall(line)) != len(VALUE.findall(line)):
                 raise ValueError(f"line {here}: a value is not closed on its line; add <!-- end -->")
-            values = (_at(here, make_value, found[1]) for found in VALUE.finditer(line))
-            line = VALUE.sub(lambda found: f"<!-- value:{found[1]}-->{next(values)}<!-- end -->", line)  # noqa: B023
+            line = VALUE.sub(functools.partial(_value, here, make_value), line)
         made.append(line)
     return "\n".join(made)
+
+
+def _value(line: int, make: Callable[[Spec], str], found: re.Match[str]) -> str:
+    return f"<!-- value:{found[1]}-->{_at(line, make, found[1])}<!-- end -->"
 
 
 def _at(line: int, make: Callable[[Spec], str], text: str) -> str:

@@ -244,7 +244,7 @@ class RegionCall:
             self._sizes = lifted.sizes_for(self.module)
             self._varied |= self.newly_varied()
         static, views = False, (*args, *kwargs.values())
-        if self._learns_sizes or self._dynamic:  # which guards the sizes of a base
+        if self._learns_sizes or self._dynamic:
             args = tuple(map(without_base, args))
             kwargs = {name: without_base(value) for name, value in kwargs.items()}
         if self._learns_sizes and not self._settled:

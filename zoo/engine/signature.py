@@ -185,7 +185,8 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
     inputs = [{where: tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
     for where in dict.fromkeys(itertools.chain.from_iterable(inputs)):
         kinds = list(dict.fromkeys(each.get(where, ("not given",)) for each in inputs))
-        tensors, words = [_of_tensor(*kind) for kind in kinds], dict.fromkeys(_in_words(*kind) for kind in kinds)
+        # A dataclass has a second part, what its fields hold.
+        tensors, words = [_properties(kind) for kind, *_ in kinds], dict.fromkeys(_in_words(kind) for kind, *_ in kinds)
         name = f"inputs{where[3:]}"
         if len(kinds) > 1 and all(tensors):
             aspect = next(each for each in tensors[0] if len({kind[each] for kind in tensors}) > 1)
@@ -194,17 +195,24 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
             yield f"{name}: {' / '.join(words) if len(words) > 1 else f'what {words.popitem()[0]} holds'}"
 
 
-def _of_tensor(kind: Any, *_: Any) -> dict[str, Hashable]:
+def _is_of_tensor(kind: Any) -> bool:
+    """Whether this kind of input is a tensor's; an object's is a tuple too, which begins with its class."""
+    return isinstance(kind, tuple) and not isinstance(kind[0], type)
+
+
+def _properties(kind: Any) -> dict[str, Hashable]:
     """The properties of a tensor's kind by name; empty for another kind."""
-    if not isinstance(kind, tuple) or isinstance(kind[0], type):
+    if not _is_of_tensor(kind):
         return {}
     sizes = ("shape", "strides") if len(kind) > 5 else ("dimensions",)
     return dict(zip((*sizes, "dtype", "device", "requires_grad", "made in inference_mode"), kind, strict=True))
 
 
-def _in_words(kind: Any, *_: Any) -> str:
-    kind = kind[0] if isinstance(kind, tuple) and isinstance(kind[0], type) else kind
-    return "a tensor" if isinstance(kind, tuple) else getattr(kind, "__name__", str(kind))
+def _in_words(kind: Any) -> str:
+    if _is_of_tensor(kind):
+        return "a tensor"
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    return getattr(kind, "__name__", str(kind))
 
 
 def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
@@ -214,7 +222,7 @@ def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
         for where, kind, *_ in kinds
         if isinstance(kind, Attribute) and kind.kind in ("int", "float")
     }
-    return numbers, tuple(kind[0] for _, kind, *_ in kinds if isinstance(kind, tuple) and not isinstance(kind[0], type))
+    return numbers, tuple(kind[0] for _, kind, *_ in kinds if _is_of_tensor(kind))
 
 
 def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:

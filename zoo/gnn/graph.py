@@ -348,15 +348,8 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
 def check_edges(edge_index: Tensor, x: Tensor | None = None) -> None:
     """Refuse raw edges of a wrong type or shape, or on another device than x, without reading values."""
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
-    validate.tensor(
-        "edge_index",
-        edge_index,
-        "2 E",
-        kinds=(torch.int64,),
-        like=None if x is None else x.device,
-        like_name="x",
-        hint=hint,
-    )
+    device = None if x is None else x.device
+    validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), like=device, like_name="x", hint=hint)
 
 
 def _node_counts(edge_index: Tensor, num_nodes: int | tuple[int, int] | None) -> tuple[int, int]:
