@@ -5,6 +5,7 @@ Triton runs here on a GPU that is not there: it compiles for one, and launches a
 
 import gc
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,6 @@ pytest.importorskip("triton", reason="torch came without Triton, which GPUs only
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.knobs import HookChain
 from triton.runtime import _allocation
 from triton.runtime.cache import get_cache_manager
@@ -36,7 +36,7 @@ from tests import (
 )
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.engine import kernel as kernel_module
-from zoo.engine.kernel import Kernel, compile_together, kernel
+from zoo.engine.kernel import Kernel, by_tile, compile_together, kernel
 
 
 @kernel(do_not_specialize=["rows"])
@@ -52,7 +52,7 @@ def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> Iterator[None]:
     yield
-    for each in (_scaled, _copied):
+    for each in (_scaled, _copied, _tile):
         each.device_caches.clear()
 
 
@@ -316,58 +316,75 @@ def test_triton_takes_every_kernel(gpu: Gpu) -> None:
     assert seen >= {(each.fn.__module__, each.fn.__name__) for each in kernels()}, "an example is missing"
     for source, options in gpu.sources.values():
         lower(source, options)
+    launches = kernel_module.cached_kernels().launches
+    assert len(launches) >= len(gpu.sources) and pickle.loads(pickle.dumps(launches)) == launches
 
 
 @kernel
-def _copied(x, out):
-    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+def _copied(x, out, NUMBERS: tl.constexpr):
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)).to(NUMBERS))
 
 
-class Utils:
+class Utils(SimpleNamespace):
     def __init__(self) -> None:
         """Loads a library that Triton compiled."""
-
-
-def compiled() -> tuple[Any, list[bool]]:
-    """The kernel for a GPU that need not be there, and whether Triton found it in its cache each time it was asked."""
-    hits: list[bool] = []
-    _copied.device_caches.clear()
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-        return _copied.warmup(torch.float32, torch.float32, grid=(1,)), hits
+        self.__dict__.update(Gpu().utils.__dict__)
 
 
 def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launcher(source: Any, metadata: Any) -> None:
+    launched: list[Any] = []
+
+    def launcher(source: Any, metadata: Any) -> Any:
         cache = get_cache_manager("ab" * 32)
         if cache.get_file("launcher.so") is None:
             cache.put(b"library", "launcher.so")
             cache.get_file("launcher.so")
+        return lambda *given: launched.append([source.hash(), *given[9:]])
 
-    driver = SimpleNamespace(
-        utils=Utils(), launcher_cls=launcher, get_current_device=lambda: 0, get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-    )  # fmt: skip
+    driver = Gpu()
+    driver.utils, driver.launcher_cls = Utils(), launcher
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(kernel_module, "KERNELS", [_copied])
-    monkeypatch.setattr(kernel_module, "_loaded", {})
+    monkeypatch.setattr(kernel_module, "KERNELS", [_copied, _tile])
+    monkeypatch.setattr(kernel_module, "_loaded", kernel_module.CachedKernels({}, {}, {}))
+    x, out, wide = torch.empty(4), torch.empty(4), torch.empty(2, 32)
+    tiles = [by_tile(wide, wide, [1, 32])] * 2
+
+    def start(numbers: Any = tl.float32) -> tuple[list[bool], list[Any]]:
+        """Launches in a process that has compiled nothing: the compiler's lookups, and whether each hit; launches."""
+        hits: list[bool] = []
+        launched.clear()
+        for each in (_copied, _tile):
+            each.device_caches.clear()
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+            _copied[(4,)](x, out, NUMBERS=numbers)
+            _tile[(2,)](*tiles, COLUMNS=32)
+        return hits, [[each.data_ptr() if isinstance(each, Tensor) else each for each in row] for row in launched]
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
-    first, hits = compiled()
-    assert hits == [False]
-    found = kernel_module.cached_kernels()
-    assert sorted(Path(name).suffix for each in found.files.values() for name in each) == [".cubin", ".json", ".so"]
+    hits, expected = start()
+    assert hits == [False] * 2 and len(expected) == 2
+    found = pickle.loads(pickle.dumps(kernel_module.cached_kernels()))
+    suffixes = [Path(name).suffix for each in found.files.values() for name in each]
+    assert sorted(suffixes) == [".cubin", ".cubin", ".json", ".json", ".so"] and len(found.launches) == 2
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    kernel_module.load_kernels(found._replace(hashes={}))
-    second, hits = compiled()
-    assert hits == [True] and second.asm["cubin"] == first.asm["cubin"]
+    kernel_module.load_kernels(found._replace(hashes={}, launches={}))
+    assert start() == ([True] * 2, expected)
     assert [path.read_bytes() for path in (tmp_path / "second").rglob("launcher.so")] == [b"library"]
 
-    kernel_module.load_kernels(found)
+    kernel_module.load_kernels(found._replace(launches={}))
     with monkeypatch.context() as patch:
         patch.setattr(triton.runtime.cache, "triton_key", lambda: pytest.fail("Triton read all of itself for its key"))
-        third, hits = compiled()
-    assert hits == [] and third.asm["cubin"] == first.asm["cubin"]
-    assert kernel_module.cached_kernels().hashes == found.hashes
-    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
-    assert compiled()[1] == [False]
+        assert start() == ([], expected)
+        kernel_module.load_kernels(found)
+        with monkeypatch.context() as within:
+            within.setattr(Kernel, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up"))
+            assert start() == ([], expected)
+        again = kernel_module.cached_kernels()
+        assert (again.hashes, again.launches) == (found.hashes, found.launches)
+    assert start(tl.float64)[0] == [False], "another launch"
+    for knobs, name in ((triton.knobs.compilation, "always_compile"), (triton.knobs.runtime, "debug")):
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs, name, True)
+            assert start()[0] == [False] * 2

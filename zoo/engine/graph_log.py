@@ -166,34 +166,28 @@ class GraphLog:
 
     def _entry(self, number: str, graphs: int, seconds: float) -> Entry | None:
         """An entry for the watched module whose call is being compiled; None if there is none."""
-        module: nn.Module | None = None
-        call: Hashable = None
-        root_call: Hashable = None
-        sizes: int | None = None
-        inside: set[nn.Module] = set()
+        calls: list[tuple[nn.Module, Any, Any]] = []
         for frame in module_calls():
-            called, args, kwargs = (frame[name] for name in ("self", "args", "kwargs"))
+            calls.append((frame["self"], frame["args"], frame["kwargs"]))
             # Only the innermost call counts: a helper compiled inside a region is not the region.
-            if module is None and called not in self._watched:
+            if calls[0][0] not in self._watched:
                 return None
-            if module is None:
-                module, call = called, input_kinds(args, kwargs)
-                watched = self._watched[module][0]
-                inside = {m for root, n in self._roots.items() if n == watched for m in root.modules()}
-            if called in inside:
-                # The outermost wins: a method of the model other than forward may be the way in.
-                root_call = type(called), input_kinds(args, kwargs)
-            if sizes is None and hasattr(called, "region_sizes"):
-                sizes = _sizes(called, args, kwargs)
-            if called in self._roots:
+            if frame["self"] in self._roots:
                 break
-        if module is None:
+        if not calls:
             return None
+        module, *inputs = calls[0]
         model, name = self._watched[module]
+        if self._roots.get(calls[-1][0]) != model:
+            # A method of the model other than forward is the way in: the outermost of its modules stands for it.
+            inside = {part for root, number in self._roots.items() if number == model for part in root.modules()}
+            calls = [each for each in calls if each[0] in inside]
+        root_call = [(type(called), input_kinds(*given)) for called, *given in calls[-1:]]
+        sizes = [_sizes(called, *given) for called, *given in calls if hasattr(called, "region_sizes")]
         return Entry(
             compile_id=number, region=own_class(module), name=name, model=model, signature=signature(module),
-            mode=mode(module), inputs=call, model_inputs=root_call, model_sizes=sizes or 1, graphs=graphs,
-            seconds=seconds,
+            mode=mode(module), inputs=input_kinds(*inputs), model_inputs=root_call[0] if root_call else None,
+            model_sizes=sizes[0] if sizes else 1, graphs=graphs, seconds=seconds,
         )  # fmt: skip
 
     def _end(self, args: Any) -> None:

@@ -8,7 +8,7 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -95,10 +95,12 @@ class CachedKernels(NamedTuple):
 
     hashes: dict[str, str]  # a kernel's source, options and environment -> Triton's hash of the compiled kernel
     files: dict[str, dict[str, bytes]]  # a folder in Triton's cache -> the contents of its files by name
+    # A launch -> the arguments of its ASTSource after the function, and its key in ``hashes``.
+    launches: dict[Any, tuple[Any, Any, Any, str]]
 
 
-# The ``hashes`` of all folders that this process has loaded.
-_loaded: dict[str, str] = {}
+# What all folders have that this process has loaded.
+_loaded = CachedKernels({}, {}, {})
 
 
 def cached_kernels() -> CachedKernels:
@@ -118,6 +120,8 @@ def cached_kernels() -> CachedKernels:
 
     # Caches of a device are tuples, of which the first is by specialisation.
     compiled = [each for kernel in KERNELS for cache in kernel.device_caches.values() for each in cache[0].values()]
+    launched = {launch: each for kernel in KERNELS for launch, each in kernel.launched() if hasattr(each, "made_of")}
+    compiled = [*{id(each): each for each in [*compiled, *launched.values()]}.values()]
     binaries = tuple(f".{each}" for each in ("json", "cubin", "hsaco"))
     for each in compiled:
         for name, path in getattr(each, "metadata_group", {}).items():
@@ -131,7 +135,12 @@ def cached_kernels() -> CachedKernels:
             type(driver.utils).__init__(driver.utils)
             for each in compiled:
                 driver.launcher_cls(each.src, each.metadata)
-    return CachedKernels({each.made_of: each.hash for each in compiled if hasattr(each, "made_of")}, files)
+    hashes = {each.made_of: each.hash for each in compiled if hasattr(each, "made_of")}
+    launches = {
+        launch: (each.src.signature, each.src.constants, each.src.attrs, each.made_of)
+        for launch, each in launched.items()
+    }
+    return CachedKernels(hashes, files, launches)
 
 
 def load_kernels(kernels: CachedKernels) -> None:
@@ -142,18 +151,34 @@ def load_kernels(kernels: CachedKernels) -> None:
         for name in paths:
             if name.endswith(".json"):
                 cache.put_group(name, paths)
-    _loaded.update(kernels.hashes)
+    _loaded.hashes.update(kernels.hashes)
+    _loaded.launches.update(kernels.launches)
 
 
 def _compile(compile: Callable[..., Any], source: Any, *, options: dict[str, Any], **how: Any) -> Any:
-    """Triton's ``compile``; a loaded kernel is found without Triton's cache key, a slow hash of all Triton files."""
-    environment = get_cache_invalidating_env_vars()
-    made_of = repr((source.hash(), sorted(options.items()), sorted(environment.items())))
-    known = None if triton.knobs.compilation.always_compile else _loaded.get(made_of)
+    """Triton's ``compile``, but for kernels of a loaded folder."""
+    made_of = repr((source.hash(), sorted(options.items()), _environment()))
+    compiled = _load(source, made_of)
+    if compiled is None:
+        compiled = compile(source, options=options, **how)
+        compiled.made_of = made_of
+    return compiled
+
+
+def _load(source: Any, made_of: str) -> Any:
+    """A kernel of a loaded folder, or None; without Triton's cache key, a slow hash of all Triton files."""
+    known = None if triton.knobs.compilation.always_compile else _loaded.hashes.get(made_of)
     files = known and get_cache_manager(known).get_group(f"{source.name[:150]}.json")
-    compiled = CompiledKernel(source, files, known) if files else compile(source, options=options, **how)
+    if not files:
+        return None
+    compiled = CompiledKernel(source, files, known)
     compiled.made_of = made_of
     return compiled
+
+
+def _environment() -> list[tuple[str, str]]:
+    """Environment variables that Triton compiles kernels anew for."""
+    return sorted(get_cache_invalidating_env_vars().items())
 
 
 def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
@@ -217,29 +242,51 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self.launch, grid)
 
-    def launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
-        """``kernel[grid](*arguments, **options)``."""
+    def launch(self, grid: Any, *arguments: Any, **options: Any) -> Any:
+        """``kernel[grid](*arguments, **options)``; returns the compiled kernel."""
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
         there = arguments[0].get_device() if arguments and isinstance(arguments[0], Tensor) else -1
         if there != device and there != -1:  # Triton launches on the current device, wherever the tensors are
             with torch.cuda.device(there):
-                self.launch(grid, *arguments, **options)
-            return
+                return self.launch(grid, *arguments, **options)
         key, values = self._described(arguments, options)
         if key is None or self._is_watched():
-            self.run(*arguments, grid=grid, warmup=False, **options)
-            return
+            return self.run(*arguments, grid=grid, warmup=False, **options)
         cache, kept = self._kept.get(device, (None, {}))
         found = kept.get(key) if cache is self.device_caches.get(device) else None
         if found is None:
-            compiled = self.run(*arguments, grid=grid, warmup=False, **options)
+            loaded = self._loaded(key)
+            compiled = loaded or self.run(*arguments, grid=grid, warmup=False, **options)
             self._keep(device, key, compiled, len(arguments), options)
-            return
+            if loaded is None:
+                return compiled
+            found = loaded, self._unnamed(len(arguments), options)
         compiled, rest = found
         stream = driver.get_current_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
+        # A kernel just loaded has its function only once it is asked for what runs it.
+        run = compiled.run
+        run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
+        return compiled
+
+    def launched(self) -> Iterator[tuple[Any, Any]]:
+        """Launches that are kept, as ``_loaded`` knows them in another process, and their compiled kernels."""
+        for _, kept in self._kept.values():
+            yield from ((self._told(key), compiled) for key, (compiled, _) in kept.items())
+
+    def _told(self, key: Any) -> Any:
+        """What a kernel is compiled for, in words that another process also has."""
+        knobs, name = triton.knobs, f"{self.fn.__module__}.{self.fn.__qualname__}"
+        return name, key, str(_environment()), knobs.runtime.debug, knobs.compilation.instrumentation_mode
+
+    def _loaded(self, key: Any) -> Any:
+        """The kernel that a loaded folder has for a launch, or None.
+
+        Triton is not asked: at its first launch it imports Gluon, a tenth of a second.
+        """
+        found = _loaded.launches.get(self._told(key)) if _loaded.launches else None
+        return found and _load(ASTSource(self, *found[:3]), found[3])
 
     def bound(
         self, grid: tuple[int, ...], arguments: list[Any], positions: list[int], options: dict[str, Any],
@@ -259,11 +306,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
             given = [*arguments]
             for position, tensor in zip(positions, tensors, strict=True):
                 given[position] = by_tile(tensor, tensor, tile_of[position])
-            if names["device"] is not None or any(tensor.data_ptr() % 16 for tensor in tensors):
-                self.launch(grid, *given, **options)
-                return
-            compiled = self.run(*given, grid=grid, warmup=False, **options)
-            if hasattr(compiled, "packed_metadata"):
+            compiled = self.launch(grid, *given, **options)
+            first = names["device"] is None and not any(tensor.data_ptr() % 16 for tensor in tensors)
+            if first and hasattr(compiled, "packed_metadata"):
                 run = compiled.run if in_c is None else _launch_in_c(compiled.run)
                 names.update(run=run, launcher=compiled.run, function=compiled.function)
                 names.update(metadata=compiled.packed_metadata, device=driver.get_current_device())
@@ -298,13 +343,15 @@ def launch({tensors}):
         for value, sized, fixed in zip(arguments, self._sized, self._fixed, strict=False):
             if isinstance(value, Tensor):
                 address = value.data_ptr()
-                key += value.dtype, address % 16 == 0, value.get_device()
+                key += value.dtype, address % 16 == 0, value.is_cuda
                 value = address
             elif isinstance(value, float):
                 key.append(value if fixed else float)
             elif value is None or isinstance(value, int):
                 key.append(-(2**31) <= value < 2**31 if sized and value is not None else value)
-            else:  # a descriptor of a tensor is made for one launch
+            elif isinstance(value, TensorDescriptor):
+                key += value.base.dtype, *value.block_shape, value.padding
+            else:
                 return None, values
             values.append(value)
         # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
