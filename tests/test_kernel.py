@@ -358,19 +358,20 @@ def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
             _copied[(4,)](x, out, NUMBERS=numbers)
+            _copied[(4,)](x, out, NUMBERS=numbers, num_warps=4)  # the default: compiled once for both
             _tile[(2,)](*tiles, COLUMNS=32)
         return hits, [[each.data_ptr() if isinstance(each, Tensor) else each for each in row] for row in launched]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     hits, expected = start()
-    assert hits == [False] * 2 and len(expected) == 2
+    assert hits == [False, True, False] and len(expected) == 3
     found = pickle.loads(pickle.dumps(kernel_module.cached_kernels()))
     suffixes = [Path(name).suffix for each in found.files.values() for name in each]
-    assert sorted(suffixes) == [".cubin", ".cubin", ".json", ".json", ".so"] and len(found.launches) == 2
+    assert sorted(suffixes) == [".cubin", ".cubin", ".json", ".json", ".so"] and len(found.launches) == 3
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
     kernel_module.load_kernels(found._replace(hashes={}, launches={}))
-    assert start() == ([True] * 2, expected)
+    assert start() == ([True] * 3, expected)
     assert [path.read_bytes() for path in (tmp_path / "second").rglob("launcher.so")] == [b"library"]
 
     kernel_module.load_kernels(found._replace(launches={}))
@@ -380,11 +381,14 @@ def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch
         kernel_module.load_kernels(found)
         with monkeypatch.context() as within:
             within.setattr(Kernel, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up"))
-            assert start() == ([], expected)
+            assert start() == ([], expected) and len(kernel_module._running) == 2
         again = kernel_module.cached_kernels()
         assert (again.hashes, again.launches) == (found.hashes, found.launches)
-    assert start(tl.float64)[0] == [False], "another launch"
-    for knobs, name in ((triton.knobs.compilation, "always_compile"), (triton.knobs.runtime, "debug")):
+    assert start(tl.float64)[0] == [False, True], "another kernel"
+    for knobs, name, expected in (
+        (triton.knobs.compilation, "always_compile", [False] * 3),
+        (triton.knobs.runtime, "debug", [False, True, False]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(knobs, name, True)
-            assert start()[0] == [False] * 2
+            assert start()[0] == expected

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import triton
@@ -99,8 +100,9 @@ class CachedKernels(NamedTuple):
     launches: dict[Any, tuple[Any, Any, Any, str]]
 
 
-# What all folders have that this process has loaded.
+# What all folders have that this process has loaded, and what of it runs: a device and a key in ``hashes`` -> the kernel.
 _loaded = CachedKernels({}, {}, {})
+_running: WeakValueDictionary[tuple[int, str], CompiledKernel] = WeakValueDictionary()
 
 
 def cached_kernels() -> CachedKernels:
@@ -168,11 +170,13 @@ def _compile(compile: Callable[..., Any], source: Any, *, options: dict[str, Any
 def _load(source: Any, made_of: str) -> Any:
     """A kernel of a loaded folder, or None; without Triton's cache key, a slow hash of all Triton files."""
     known = None if triton.knobs.compilation.always_compile else _loaded.hashes.get(made_of)
-    files = known and get_cache_manager(known).get_group(f"{source.name[:150]}.json")
-    if not files:
+    if known is None:
         return None
-    compiled = CompiledKernel(source, files, known)
-    compiled.made_of = made_of
+    here = triton.runtime.driver.active.get_current_device(), made_of
+    compiled = _running.get(here)
+    if compiled is None and (files := get_cache_manager(known).get_group(f"{source.name[:150]}.json")):
+        compiled = _running[here] = CompiledKernel(source, files, known)
+        compiled.made_of = made_of
     return compiled
 
 
