@@ -25,6 +25,7 @@ from zoo.llm import LLM, LLMLayer, Session
 from zoo.llm.generate import DecodeState, accept, sample
 from zoo.llm.model import _add_linear, token_mask, weight_of
 from zoo.ops.attention import (
+    MOST_QUANTIZED_ROWS,
     MOST_ROWS,
     attend,
     decode_attention,
@@ -458,14 +459,18 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
     with pytest.raises(RuntimeError, match="must match the size"):
         rms_norm(x, weight[:4], 1e-6)
     assert len(gpu.launches) == 2
-    weight, x = torch.randn(4, 8), torch.randn(MOST_ROWS, 8)
-    assert few_rows(x, weight)
-    assert not few_rows(torch.randn(MOST_ROWS + 1, 8), weight)
+    weight, scale, numbers = torch.randn(4, 8), torch.ones(4), torch.ones(4, 8, dtype=torch.int8)
+    few = lambda rows, weight: few_rows(torch.randn(rows, 8), (weight, None))  # noqa: E731
+    assert few(MOST_ROWS, weight) and not few(MOST_ROWS + 1, weight)
+    x = torch.randn(MOST_QUANTIZED_ROWS, 8)
+    assert few_rows(x, (numbers, scale)) and not few_rows(x, (weight, None))
+    assert not few_rows(torch.randn(MOST_QUANTIZED_ROWS + 1, 8), (numbers, scale))
+    x = x[:1]
     with torch.autocast("cpu", torch.bfloat16):  # whose products are in half precision
-        assert not few_rows(x, weight) and few_rows(x.bfloat16(), weight.bfloat16())
-    assert not few_rows(x.bfloat16(), weight) and not few_rows(x, weight.requires_grad_())
+        assert not few_rows(x, (weight, None)) and few_rows(x.bfloat16(), (weight.bfloat16(), None))
+    assert not few_rows(x.bfloat16(), (weight, None)) and not few_rows(x, (weight.requires_grad_(), None))
     with torch.no_grad():
-        assert few_rows(x, weight)
+        assert few_rows(x, (weight, None))
     assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
 
 

@@ -100,7 +100,7 @@ class CachedKernels(NamedTuple):
     launches: dict[Any, tuple[Any, Any, Any, str]]
 
 
-# What all folders have that this process has loaded, and what of it runs: a device and a key in ``hashes`` -> the kernel.
+# What all folders have that this process has loaded; and what of it runs, by device and key in ``hashes``.
 _loaded = CachedKernels({}, {}, {})
 _running: WeakValueDictionary[tuple[int, str], CompiledKernel] = WeakValueDictionary()
 

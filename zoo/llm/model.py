@@ -380,7 +380,7 @@ class LLMLayer(nn.Module):
         expected += [(each, type(each) if own else nn.Linear) for each, own in zip(products, ours, strict=True)]
         unmodified = all(is_unmodified(module, cls) for module, cls in expected)
         fits = heads_fit(cache.shape[-1]) and kernels_run(cache)
-        return unmodified and fits and few_rows(x, *(getattr(each, "weight_scale", each.weight) for each in products))
+        return unmodified and fits and few_rows(x, *map(weight_of, products))
 
     def _decode(self, x: Tensor, rotary: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """The block for one new token per row, for few rows: x [B, C] -> [B, C]."""
@@ -410,7 +410,7 @@ class LLMHead(nn.Module):
         if weight is None:
             return norm(x)
         one = x.shape[1] == 1 and is_unmodified(norm, RMSNorm)
-        if one and few_rows(x[:, 0], norm.weight, weight if scale is None else scale):
+        if one and few_rows(x[:, 0], (norm.weight, None), (weight, scale)):
             return norm_linear(x[:, 0], norm.weight, norm.eps, (weight, scale))[:, None]
         return F.linear(norm(x), weight if scale is None else dequantized(weight, scale))
 

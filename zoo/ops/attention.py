@@ -84,8 +84,8 @@ def rotate_into(
 
 # A weight [N, C], and the scale [N] of its rows if it is quantized.
 Weight: TypeAlias = tuple[Tensor, Tensor | None]
-# With more rows the vendor library's matrix product reads weights as fast.
-MOST_ROWS = 4
+# For more rows the vendor library's products are faster. Quantized weights are copied for them.
+MOST_ROWS, MOST_QUANTIZED_ROWS = 2, 4
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
@@ -132,10 +132,12 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
     return heads_fit(cache.shape[-1]) and kernels_run(x, cache)
 
 
-def few_rows(x: Tensor, *weights: Tensor) -> bool:
+def few_rows(x: Tensor, *weights: Weight) -> bool:
     """Whether the decoding kernels take x [M, C]: few rows, the dtype of products, and no gradients."""
-    alike = x.shape[0] <= MOST_ROWS and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in weights)
-    return alike and kernels_run(x, *weights) and not differentiated(x, *weights)
+    most = MOST_ROWS if all(scale is None for _, scale in weights) else MOST_QUANTIZED_ROWS
+    numbers = [weight if scale is None else scale for weight, scale in weights]
+    alike = x.shape[0] <= most and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in numbers)
+    return alike and kernels_run(x, *numbers) and not differentiated(x, *numbers)
 
 
 def decode_layer(
