@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="torch came without Triton, which GPUs only
 
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.knobs import HookChain
 from triton.runtime import _allocation
 from triton.runtime.cache import get_cache_manager
@@ -385,10 +386,11 @@ def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch
         again = kernel_module.cached_kernels()
         assert (again.hashes, again.launches) == (found.hashes, found.launches)
     assert start(tl.float64)[0] == [False, True], "another kernel"
-    for knobs, name, expected in (
-        (triton.knobs.compilation, "always_compile", [False] * 3),
-        (triton.knobs.runtime, "debug", [False, True, False]),
+    for changed, name, value, expected in (
+        (triton.knobs.compilation, "always_compile", True, [False] * 3),
+        (triton.knobs.runtime, "debug", True, [False, True, False]),
+        (driver, "get_current_target", lambda: GPUTarget("cuda", 80, 32), [False, True, False]),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(knobs, name, True)
+            patch.setattr(changed, name, value)
             assert start()[0] == expected

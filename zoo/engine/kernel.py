@@ -281,8 +281,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def _told(self, key: Any) -> Any:
         """What a kernel is compiled for, in words that another process also has."""
-        knobs, name = triton.knobs, f"{self.fn.__module__}.{self.fn.__qualname__}"
-        return name, key, str(_environment()), knobs.runtime.debug, knobs.compilation.instrumentation_mode
+        knobs, target = triton.knobs, triton.runtime.driver.active.get_current_target()
+        settings = *_environment(), knobs.runtime.debug, knobs.compilation.instrumentation_mode
+        return f"{self.fn.__module__}.{self.fn.__qualname__}", key, str(target), settings
 
     def _loaded(self, key: Any) -> Any:
         """The kernel that a loaded folder has for a launch, or None.
