@@ -363,7 +363,7 @@ def test_nothing_run_is_a_violation_an_error_passes_through_and_a_block_that_was
     model = compiled(Stack())
     with pytest.raises(KeyError), zoo.enforce_budget(model):
         raise KeyError("mine")
-    assert all(m._compiled_call_impl.on_call is None for m in model.blocks)
+    assert all(m._compiled_call_impl.on_call == [] for m in model.blocks)
     model = zoo.compile_regions(Stack(), backend="eager")
     del model.blocks[2]
     lost = pytest.raises(ValueError, match=r"Stack has lost blocks\.2 since .*zoo\.uncompile\(model\)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -86,20 +86,16 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
 @contextmanager
 def _noting_calls(modules: Mapping[str, nn.Module], modes: dict[str, set[str]]) -> Iterator[None]:
     """Note the modes that each region's compiled call ran in."""
-    calls = [(name, call, call.on_call) for name, module in modules.items() if (call := region_call(module))]
 
-    def note(name: str, further: Callable[[nn.Module], None] | None, module: nn.Module) -> None:
+    def note(name: str, module: nn.Module) -> None:
         modes[name].add(mode(module))
-        if further is not None:
-            further(module)
 
-    for name, call, further in calls:
-        call.on_call = functools.partial(note, name, further)
-    try:
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if (call := region_call(module)) is not None:
+                call.on_call.append(noting := functools.partial(note, name))
+                stack.callback(call.on_call.remove, noting)
         yield
-    finally:
-        for _, call, further in calls:
-            call.on_call = further
 
 
 def _over_budget(plan: Plan) -> Iterator[str]:

@@ -91,8 +91,8 @@ class RegionCall:
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
         self._thread = threading.local()
-        # Set by enforce_budget: called with the module after each call.
-        self.on_call: Callable[[nn.Module], None] | None = None
+        # Of enforce_budget: called with the module after each call.
+        self.on_call: list[Callable[[nn.Module], None]] = []
         self._code: Any = getattr(self.forward, "__code__", None)
         self._misses = 0 if fullgraph and self._code is not None else _MOST_MISSES
         # Whether the last call that Dynamo ran compiled nothing.
@@ -151,8 +151,8 @@ class RegionCall:
                 f"numbers that differ from block to block, or sizes that vary, cannot be symbols ({reason}): one graph "
                 "for each of their values",
             )
-        if self.on_call is not None:
-            self.on_call(module)
+        for note in self.on_call:
+            note(module)
         return result
 
     @property
