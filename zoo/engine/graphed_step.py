@@ -310,13 +310,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
-    pairs = [
-        (buffer, leaf)
-        for buffer, leaf in zip(bucket.buffers, leaves, strict=True)
-        if buffer is not None and leaf is not buffer
-    ]
-    if not pairs:
-        return
+    pairs = [(buffer, leaf) for buffer, leaf in zip(bucket.buffers, leaves, strict=True) if buffer is not None]
     with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
