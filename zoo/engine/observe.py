@@ -93,12 +93,8 @@ def _watched(model: nn.Module, *, grad: bool = True) -> Iterator[None]:
 def count_calls(model: nn.Module, example: Example) -> Counter[nn.Module]:
     """How often each module is called in one eager call of the model."""
     calls: Counter[nn.Module] = Counter()
-    handle = register_module_forward_pre_hook(lambda module, _: calls.update([module]))
-    try:
-        with _watched(model):
-            model(*example[0], **example[1])
-    finally:
-        handle.remove()
+    with register_module_forward_pre_hook(lambda module, _: calls.update([module])), _watched(model):
+        model(*example[0], **example[1])
     return calls
 
 
@@ -174,9 +170,8 @@ def _noting_inputs(
         observed.inputs.setdefault((*observed.kinds, *written), set()).update(observed.calls)
         observed.running = False
 
-    with contextlib.ExitStack() as hooks:
-        hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+    before = module.register_forward_pre_hook(enter, with_kwargs=True)
+    with before, module.register_forward_hook(leave, always_call=True):
         yield
 
 
@@ -240,8 +235,8 @@ def device_shares(model: nn.Module, chosen: Chosen, example: Example) -> dict[ty
     with contextlib.ExitStack() as stack:
         for modules in chosen.values():
             for module in modules.values():
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+                stack.enter_context(module.register_forward_pre_hook(enter))
+                stack.enter_context(module.register_forward_hook(leave, always_call=True))
         stack.enter_context(_watched(model, grad=False))
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
         profiler = stack.enter_context(profile(activities=activities, acc_events=True))
