@@ -109,15 +109,12 @@ class RegionCall:
     @functools.cached_property
     def compiled(self) -> Any:
         """What ``torch.compile`` returns. It imports Dynamo, which takes seconds that a loaded region need not pay."""
-        return self._compile(self._bound_forward if self.forward is not self._class_forward else self.module._call_impl)
+        own = self.forward is not self._class_forward
+        return self._compiled_forward if own else self._compile(self.module._call_impl)
 
     @functools.cached_property
     def _compiled_forward(self) -> Any:
-        return self._compile(self._bound_forward)
-
-    @property
-    def _bound_forward(self) -> Callable[..., Any]:
-        return types.MethodType(self.forward, self.module)
+        return self._compile(types.MethodType(self.forward, self.module))
 
     def _compile(self, run: Callable[..., Any]) -> Any:
         how = dict(self._options())
