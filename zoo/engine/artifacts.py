@@ -12,9 +12,8 @@ import math
 import os
 import pickle
 import platform
-import shutil
 import sys
-import uuid
+import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,9 +82,9 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
     _check_key(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = SavedRegions(path)
-    partial = _temporary(path)
-    partial.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
+        partial = Path(made, "new")  # with the usual permissions, which a temporary folder has not
+        partial.mkdir()
         sources: set[str] = set()
         for graph in _graphs(model, plan):
             try:
@@ -127,8 +126,6 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             index["hmac"] = _sign(index, key)
         (partial / _INDEX).write_text(json.dumps(index, indent=1))
         _replace(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return saved
 
 
@@ -284,21 +281,14 @@ def _graphs(model: nn.Module, plan: Plan) -> Iterable[_Graph]:
 def _replace(partial: Path, path: Path) -> None:
     """Replace a folder by another; the old one stays in place until then."""
     for attempt in range(20):
-        old = _temporary(path)
         try:
             if path.exists():
-                path.rename(old)
+                path.rename(partial.with_name(f"old-{attempt}"))
             partial.rename(path)
             return
         except OSError:  # another process has just put its own there
             if attempt == 19:
                 raise
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
 def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
