@@ -224,9 +224,7 @@ class NeighborSampler:
     @property
     def edge_index(self) -> Tensor:
         """[2, E] int64 of the whole graph, sorted by destination, on the sampler's device."""
-        nodes = torch.arange(self.num_nodes, device=self.device)
-        destination = nodes.repeat_interleave(self._rowptr.diff(), output_size=len(self._source))
-        return torch.stack([self._source.long(), destination])
+        return torch.stack([self._source, _destinations(self._rowptr.diff(), len(self._source))]).long()
 
     def epoch(self, number: int, then: Callable[[SampledBatch], Any] | None = None) -> Iterator[Any]:
         """All batches of an epoch, in order, on the sampler's device; some are sampled ahead.
