@@ -54,19 +54,6 @@ class _Bucket:
     graph: torch.cuda.CUDAGraph | None = None
 
 
-def _present_mode(device: str) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """A function whose context restores the present grad mode, inference mode and autocast."""
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    dtype, cast = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-    @contextlib.contextmanager
-    def mode() -> Iterator[None]:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(device, dtype, enabled=cast):
-            yield
-
-    return mode
-
-
 class GraphedStep:
     """A captured step, made by ``cuda_graph`` and called as its function is.
 
@@ -101,7 +88,9 @@ class GraphedStep:
         self._weights = captured.Weights(captured.reachable_modules(fn, *self._static.values()))
         tensors += [*self._weights.tensors(), *captured.tensors_in(self._static.values())]
         self.device = captured.one_device(tensors)
-        self._mode = _present_mode(self.device.type)
+        kind = self.device.type
+        self._grad_modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self._autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self.pool = pool
         if pool is None and self.device.type == "cuda":
@@ -289,7 +278,11 @@ class GraphedStep:
 
     def _run_imitation(self, bucket: _Bucket) -> None:
         # A replay runs in the mode of its capture, whatever the caller's.
-        with self._mode(), _own_caches(gpu=False):
+        inference, grad = self._grad_modes
+        with (
+            torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(*self._autocast),
+            _own_caches(gpu=False),
+        ):  # fmt: skip
             outputs = self._call(bucket)
         if bucket.output_spec is None:
             _keep_outputs(bucket, outputs)
