@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.call import RegionWarning, has_stance, outermost_call, set_call
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
-from zoo.engine.graphed_step import CaptureError, GraphedStep
+from zoo.engine.graphed_step import CaptureError, GraphedStep, by_place
 from zoo.engine.observe import buffers_restored, checked_example
 from zoo.engine.signature import model_in
 
@@ -60,8 +60,8 @@ class CapturingCall:
         self._most_graphs = most_graphs
         self._clone_outputs = clone_outputs
         self._lock = threading.Lock()
-        self._positions = {name: place for place, name in enumerate(inspect.signature(module.forward).parameters)}
-        self._static_names = tuple(getattr(type(module), "static_arguments", ()))
+        self._names: dict[int | str, str] = dict(enumerate(inspect.signature(module.forward).parameters))
+        self._static_names = getattr(type(module), "static_arguments", ())
         self._steps: dict[Any, GraphedStep] = {}
         self._seen: dict[Any, Any] = {}  # with the static arguments, whose identity must not be reused
         self._refused: dict[Any, str] = {}
@@ -92,10 +92,10 @@ class CapturingCall:
         return self._call(*args, **kwargs)
 
     def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kwargs = dict(sorted(kwargs.items()))
-        static = {place: value for place, value in self._static(args, kwargs) if value is not None}
-        rest = [None if place in static else value for place, value in enumerate(args)]
-        leaves, spec = pytree.tree_flatten((rest, {k: v for k, v in kwargs.items() if k not in static}))
+        given = by_place(args, kwargs)
+        named = {place: value for place, value in given.items() if self._names.get(place, place) in self._static_names}
+        static = {place: value for place, value in named.items() if value is not None}
+        leaves, spec = pytree.tree_flatten({place: value for place, value in given.items() if place not in static})
         device = self._device(leaves)
         if is_captured(device):
             return self._call(*args, **kwargs)  # part of a larger CUDA graph
@@ -150,14 +150,6 @@ class CapturingCall:
         tensors = itertools.chain(self._module.parameters(), self._module.buffers(), leaves)
         found = (each.device for each in tensors if isinstance(each, Tensor))
         return next(found, torch.device("cpu"))
-
-    def _static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int | str, Any]]:
-        for name in self._static_names:
-            place = self._positions[name]
-            if place < len(args):
-                yield place, args[place]
-            elif name in kwargs:
-                yield name, kwargs[name]
 
     def _check(self, leaves: list[Any]) -> None:
         for leaf in leaves:

@@ -30,7 +30,7 @@ class CaptureError(RuntimeError):
 _MISSING = object()
 
 
-def _by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
     """Arguments of a call by position or name, in one order for all calls."""
     return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
 
@@ -69,7 +69,7 @@ class GraphedStep:
         self._fn = fn
         self._clone = clone_outputs
         self._lock = threading.Lock()
-        given = _by_place(*calls[0])
+        given = by_place(*calls[0])
         for place in static:
             if place not in given:
                 raise ValueError(
@@ -165,7 +165,7 @@ class GraphedStep:
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any], spec: Any) -> tuple[list[Any], Any]:
         """Leaves without the static arguments, which must be the very objects of the first call."""
-        given = _by_place(args, kwargs)
+        given = by_place(args, kwargs)
         for place, value in self._static.items():
             if given.pop(place, _MISSING) is not value:
                 raise ValueError(
