@@ -73,10 +73,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Put random state and, in training, buffers (running statistics) back as they were."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-    with contextlib.ExitStack() as stack:
-        if model.training:
-            stack.enter_context(buffers_restored(model))
-        stack.enter_context(torch.random.fork_rng(devices=devices))
+    buffers = buffers_restored(model) if model.training else contextlib.nullcontext()
+    with buffers, torch.random.fork_rng(devices=devices):
         yield
 
 
@@ -244,11 +242,9 @@ def device_shares(model: nn.Module, chosen: Chosen, example: Example) -> dict[ty
             model(*example[0], **example[1])
         torch.cuda.synchronize()
     # CPU-side ranges own the kernels launched inside them; the device-side copies of the ranges would count twice.
-    ranges = [e for e in profiler.events() if e.device_type == torch._C._autograd.DeviceType.CPU]
-    total = sum(e.device_time_total for e in ranges if e.name == "zoo.model")
-    if not total:
-        return {}
-    return {
-        region.cls: sum(e.device_time_total for e in ranges if e.name == f"zoo.region/{region.cls.__name__}") / total
-        for region in chosen
-    }
+    times = Counter[str]()
+    for event in profiler.events():
+        if event.device_type == torch._C._autograd.DeviceType.CPU:
+            times[event.name] += event.device_time_total
+    total = times["zoo.model"]
+    return {region.cls: times[f"zoo.region/{region.cls.__name__}"] / total for region in chosen} if total else {}
