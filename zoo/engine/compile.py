@@ -40,7 +40,6 @@ from zoo.engine.region import Region
 from zoo.engine.signature import check_model, without_ddp
 from zoo.engine.signature import mode as mode_text
 
-_MODES = (None, "default", "max-autotune-no-cudagraphs")
 # A warning names a region that compiled for so many shapes of its inputs.
 MANY_SHAPES = 16
 # And another one a region that compiled for more than so many blocks that could be expected to share a graph.
@@ -358,8 +357,8 @@ def _refuse_cuda_graphs(mode: str | None, options: Mapping[str, Any] | None, bac
     if mode in _CUDA_GRAPH_MODES:
         instead = f"use mode={_CUDA_GRAPH_MODES[mode]!r} and put zoo.cuda_graph around the whole step"
         raise ValueError(f"mode={mode!r} {why}; {instead}")
-    if mode not in _MODES:
-        raise ValueError(f"mode is {mode!r}, expected {_MODES[1]!r} or {_MODES[2]!r}")
+    if mode not in (None, *_CUDA_GRAPH_MODES.values()):
+        raise ValueError(f"mode is {mode!r}, expected {' or '.join(map(repr, _CUDA_GRAPH_MODES.values()))}")
     if backend == "cudagraphs":
         raise ValueError(f"backend={backend!r} {why}; take another, and put zoo.cuda_graph around the whole step")
     if options and options.get("triton.cudagraphs"):
