@@ -265,11 +265,9 @@ def _suits_cudnn(images: Tensor) -> bool:
     """Whether torch gives convolutions of these to cuDNN whatever its settings of precision are."""
     if images.device.type != "cuda" or torch.version.hip is not None or not _has_fixed_layout(images):
         return False
-    half = images.dtype == torch.float16 or (images.dtype == torch.bfloat16 and _capability(images.device) >= (8, 0))
-    return half and 0 < images.numel() < 2**31
-
-
-_capability = functools.cache(torch.cuda.get_device_capability)
+    if images.dtype == torch.bfloat16 and torch.cuda.get_device_capability(images.device) < (8, 0):
+        return False
+    return images.dtype in (torch.float16, torch.bfloat16) and 0 < images.numel() < 2**31
 
 
 def convolution_by_cudnn(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
