@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import types
@@ -59,12 +58,6 @@ def make_buffer(leaf: Any) -> torch.Tensor | None:
         buffer = torch.empty_like(leaf).copy_(leaf)
     buffer._is_step_input = True  # type: ignore[attr-defined]
     return buffer
-
-
-def may_write(*tensors: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Inference mode if one of the tensors is an inference tensor, which may be written nowhere else."""
-    inference = any(tensor.is_inference() for tensor in tensors)
-    return torch.inference_mode() if inference else contextlib.nullcontext()
 
 
 def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:

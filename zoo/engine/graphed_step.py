@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zoo.engine import captured
-from zoo.engine.captured import describe, flatten_outputs, may_write, shape_of, shapes_of
+from zoo.engine.captured import describe, flatten_outputs, shape_of, shapes_of
 from zoo.engine.compat import no_garbage_collection
 
 
@@ -289,7 +289,7 @@ class GraphedStep:
             return
         for held, leaf in zip(bucket.outputs, flatten_outputs(outputs)[0], strict=True):
             if isinstance(leaf, torch.Tensor):
-                with may_write(held):
+                with torch.inference_mode(held.is_inference()):  # such tensors may be written nowhere else
                     held.copy_(leaf)
 
 
@@ -304,7 +304,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_in(bucket: _Bucket, leaves: list[Any]) -> None:
     pairs = [(buffer, leaf) for buffer, leaf in zip(bucket.buffers, leaves, strict=True) if buffer is not None]
-    with may_write(*(buffer for buffer, _ in pairs)), torch.no_grad():
+    with torch.inference_mode(any(buffer.is_inference() for buffer, _ in pairs)), torch.no_grad():
         for buffer, leaf in pairs:
             buffer.copy_(leaf)
 
