@@ -12,9 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zoo.engine.signature import is_torch_class, names_in
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+from zoo.engine.signature import PLAIN, is_torch_class, names_in
 
 
 def is_step_input(tensor: torch.Tensor) -> bool:
@@ -32,7 +30,7 @@ def is_captured(device: torch.device) -> bool:
 
 def is_constant(value: Any) -> bool:
     """Whether this is a plain value, which a CUDA graph can only hold as it was."""
-    return isinstance(value, _CONSTANTS)
+    return isinstance(value, PLAIN)
 
 
 def check_leaves(leaves: Iterable[Any]) -> None:

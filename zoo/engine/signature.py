@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Values that are compared as they are.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
@@ -263,14 +264,14 @@ def _attribute(value: Any) -> Attribute | None:
         return Attribute("enum", repr(value))
     if type(value).__module__ == "numpy":  # tensors to Dynamo, also those that are floats
         return None
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return Attribute(type(value).__name__, repr(value))
     if isinstance(value, types.MethodType):
         return _attribute(value.__func__)
     if isinstance(value, types.FunctionType):
         # By its code and the plain values that it closes over: a lambda is another function in each instance.
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        plain = [repr(each) for each in cells if isinstance(each, _PLAIN)]
+        plain = [repr(each) for each in cells if isinstance(each, PLAIN)]
         return Attribute("function", ", ".join([value.__qualname__, *plain]), id(value.__code__))
     if isinstance(value, (types.BuiltinFunctionType, type)):
         return Attribute("function", getattr(value, "__qualname__", repr(value)), id(value))
