@@ -271,12 +271,7 @@ def resolve(
         for region, modules in found.items()
         if (left := {name: m for name, m in modules.items() if id(m) not in excluded})
     }
-    for modules in chosen.values():
-        for name, module in modules.items():
-            if type(module).forward is _forward_unimplemented:
-                what = f"{name} is a {type(module).__name__}, which nothing calls"
-                raise ValueError(f"{what}: regions=['{name}.*'] names its parts")
-    _refuse_nested_and_lazy(chosen)
+    _refuse_uncallable_nested_and_lazy(chosen)
     return chosen
 
 
@@ -335,10 +330,13 @@ def _matching(model: nn.Module, item: type[nn.Module] | str, argument: str) -> l
     return found
 
 
-def _refuse_nested_and_lazy(chosen: Chosen) -> None:
+def _refuse_uncallable_nested_and_lazy(chosen: Chosen) -> None:
     every = [(region.cls.__name__, name, module) for region, group in chosen.items() for name, module in group.items()]
     owner = {id(module): cls for cls, _, module in every}
     for cls, name, module in every:
+        if type(module).forward is _forward_unimplemented:
+            what = f"{name} is a {type(module).__name__}, which nothing calls"
+            raise ValueError(f"{what}: regions=['{name}.*'] names its parts")
         for path, inner in module.named_modules():
             if path and id(inner) in owner:
                 raise ValueError(
