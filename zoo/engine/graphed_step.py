@@ -27,9 +27,6 @@ class CaptureError(RuntimeError):
     """The step cannot be captured; the message names the operation and the line it was called from."""
 
 
-_MISSING = object()
-
-
 def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
     """Arguments of a call by position or name, in one order for all calls."""
     return {**dict(enumerate(args)), **dict(sorted(kwargs.items()))}
@@ -167,7 +164,7 @@ class GraphedStep:
         """Leaves without the static arguments, which must be the very objects of the first call."""
         given = by_place(args, kwargs)
         for place, value in self._static.items():
-            if given.pop(place, _MISSING) is not value:
+            if place not in given or given.pop(place) is not value:
                 raise ValueError(
                     f"static argument {place!r} is another object than the one captured; capture again, or leave it "
                     "out of static= to have it copied in"
