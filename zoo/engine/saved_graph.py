@@ -11,6 +11,7 @@ import ast
 import builtins
 import contextlib
 import dis
+import functools
 import hashlib
 import importlib
 import io
@@ -58,7 +59,7 @@ class UnsavableError(ValueError):
 
 @dataclass
 class SavedGraph:
-    """What a file holds. ``product`` is what the global ``compiled`` of the code is."""
+    """What a file holds. ``product`` is what the global ``compiled`` of the code is, or a partial that loads it."""
 
     shapes: list[Any]
     check: SavedCheck
@@ -72,7 +73,8 @@ class SavedGraph:
         """The globals of the code, for a region whose forward has the globals ``space``."""
         own = {name: space[name] for name in self.names}
         modules = {name: importlib.import_module(each) for name, each in self.modules.items()}
-        return {**own, **modules, "__builtins__": builtins, self.compiled: self.product}
+        product = self.product() if isinstance(self.product, functools.partial) else self.product
+        return {**own, **modules, "__builtins__": builtins, self.compiled: product}
 
 
 def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> bytes:
@@ -129,8 +131,8 @@ def _code(without_constants: bytes, constants: tuple[Any, ...]) -> types.CodeTyp
     return code.replace(co_consts=constants)
 
 
-def _by_inductor(traced: Traced) -> _ByInductor:
-    """Inductor's code for a graph, made again: most of it comes from Inductor's caches."""
+def _by_inductor(traced: Traced) -> functools.partial[Any]:
+    """Loads Inductor's code for a graph, which is made again here: most of it comes from Inductor's caches."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serializable
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._functorch import config
@@ -157,23 +159,13 @@ def _by_inductor(traced: Traced) -> _ByInductor:
             except TensorifyScalarRestartAnalysis:  # raised after it notes the floats that the graph does not need
                 compiled = traced.by_inductor(traced.graph, inputs)
             compiled = Serializable(compiled)
-            return _ByInductor(Serializable.serialize_compile_artifacts(compiled), libraries)
+            return functools.partial(_load_inductor, Serializable.serialize_compile_artifacts(compiled), libraries)
         except Exception as error:
             raise UnsavableError(f"torch cannot save it: {type(error).__name__}: {error}".partition("\n")[0]) from error
 
 
-@dataclass
-class _ByInductor:
-    """What torch serialises of Inductor's code, and the libraries that it compiled for a CPU; unpickled, the code."""
-
-    data: bytes
-    libraries: dict[str, bytes]
-
-    def __reduce__(self) -> Any:
-        return _load_inductor, (self.data, self.libraries)
-
-
 def _load_inductor(data: bytes, libraries: dict[str, bytes]) -> Any:
+    """Inductor's code of what torch serialised of it, and of the libraries that it compiled for a CPU."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serializable
     from torch._inductor import config
 
