@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zoo
+from zoo.engine.lifted import tensors_of
 from zoo.registry import did_you_mean
 
 # The lines that turn ``model`` into an arm, as they are run and printed.
@@ -102,7 +103,7 @@ def load(name: str, device: str, dtype: str | None) -> tuple[nn.Module, dict[str
         raise Refused(f"{name} returned {_kind(leaf)} as inputs{pytree.keystr(path)}, expected a tensor or plain value")
 
     named = pytree.tree_map_with_path(placed, _named(name, model, inputs))
-    if not _tensors(named):
+    if not tensors_of(named):
         raise Refused(f"{name} returned inputs without a tensor")
     return model.to(device, number).eval(), named
 
@@ -178,7 +179,7 @@ class ArmWorker:
             output = self._call()
         except Exception as error:
             raise Refused(f"{self.name}: the model does not run on its inputs: {_in_a_line(error)}") from error
-        if not _tensors(output):
+        if not tensors_of(output):
             raise Refused(f"{self.name}: the model returns {_kind(output)} without a tensor in it")
         torch.save(_flat(output), self.expected)
         helper, packages = None, {cls.__module__.partition(".")[0] for cls in type(self.model).__mro__}
@@ -247,12 +248,8 @@ class ArmWorker:
             torch.cuda.synchronize()
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _flat(output: Any) -> Tensor:
-    return torch.cat([tensor.detach().cpu().reshape(-1) for tensor in _tensors(output)]).clone()
+    return torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors_of(output)]).clone()
 
 
 def _error(output: Any, expected: Tensor) -> float:

@@ -105,7 +105,7 @@ class Lifted:
     def sizes_for(self, module: nn.Module) -> Sizes:
         """What is known of sizes in a block's first call; in training, what an equal block learned before."""
         *_, outermost = module_calls()
-        model, tensors = outermost["self"], _tensors((outermost["args"], outermost["kwargs"]))
+        model, tensors = outermost["self"], tensors_of((outermost["args"], outermost["kwargs"]))
         if not module.training or model is module or not tensors:
             return self.new_sizes()
         built = structure(module)
@@ -333,14 +333,14 @@ def carry_marks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     marked: dict[str, set[int]] = {"_dynamo_dynamic_indices": set(), "_dynamo_static_indices": set()}
     for call in module_calls():
-        for tensor in _tensors((call["args"], call["kwargs"])):
+        for tensor in tensors_of((call["args"], call["kwargs"])):
             for mark, sizes in marked.items():
                 sizes.update(tensor.shape[index] for index in getattr(tensor, mark, ()))
     if not any(marked.values()):
         return False
     of_weights = {size for weight in module.parameters() for size in weight.shape}
     dynamic, static = (sizes - of_weights for sizes in marked.values())
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_of((args, kwargs)):
         own = getattr(tensor, "_dynamo_dynamic_indices", None)  # of the model's input itself
         for index, size in enumerate(tensor.shape):
             if own is None and size in dynamic:
@@ -362,7 +362,8 @@ def module_calls() -> Iterator[dict[str, Any]]:
         frame = frame.f_back
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

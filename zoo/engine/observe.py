@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.compat import strides_as_compiled
-from zoo.engine.lifted import Lifted, own_items
+from zoo.engine.lifted import Lifted, own_items, tensors_of
 from zoo.engine.region import Region
 from zoo.engine.signature import input_kinds, is_torch_class, own_class
 
@@ -129,7 +129,7 @@ def observe_call(
     seen = {name: Observed() for modules in chosen.values() for name in modules}
     # In eval a caller with gradients on has them for all that blocks compute, but not for the model's own inputs.
     unknown = torch.is_grad_enabled() and not model.training
-    given = {id(each) for each in pytree.tree_leaves(example) if isinstance(each, Tensor)} if unknown else set()
+    given = set(map(id, tensors_of(example))) if unknown else set()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_watched(model))
         for region, modules in chosen.items():
@@ -158,8 +158,7 @@ def _noting_inputs(
                 lists = own.enter_context(own_items(index, lifted.items, positional, kwargs))
                 observed.own = [(each, index, each[index]) for each in lists]
             observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
-        tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-        observed.running, observed.calls = True, {tuple(id(each) in given for each in tensors)}
+        observed.running, observed.calls = True, {tuple(id(each) in given for each in tensors_of((args, kwargs)))}
 
     def leave(*_: Any) -> None:
         # Dynamo takes the index by which a list is written to for a constant.

@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from zoo import validate
 from zoo.engine.call import call_of, outermost_call, set_call
 from zoo.engine.compile import compiled_plan
 from zoo.engine.discover import declared_regions
+from zoo.engine.lifted import tensors_of
 
 
 def checkpoint_regions(
@@ -84,7 +84,7 @@ class _Checkpointed:
         if self._has_buffers and block is not None and model is not None:
             # Some buffers are in the block; others are passed to it.
             own = set(model.buffers())
-            passed = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each in own]
+            passed = [each for each in tensors_of((args, kwargs)) if each in own]
             buffers = {*block.buffers(), *passed}
             options["context_fn"] = lambda: (nullcontext(), _Unmoved(buffers))  # of the first run and of the second
         return checkpoint(self._call, *args, **options, **kwargs)
