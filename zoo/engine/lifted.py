@@ -369,9 +369,8 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 def number_at(module: nn.Module, name: str) -> Any:
     """What a dotted name of an attribute leads to; None where a module has no such attribute."""
-    path, _, attribute = name.rpartition(".")
     try:
-        return getattr(module.get_submodule(path), attribute, None)
+        return operator.attrgetter(name)(module)
     except AttributeError:
         return None
 
