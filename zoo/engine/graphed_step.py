@@ -34,10 +34,9 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, 
 
 def _places(structure: Any) -> str:
     """Where the leaves of a call's arguments are, in words: positions, names and what leads to them inside."""
-    if not isinstance(structure, tuple):
-        tree = pytree.tree_unflatten(range(structure.num_leaves), structure)
-        return ", ".join(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]) or "no arguments"
-    return ", ".join(f"[{place!r}]" for place in structure) or "no arguments"
+    flat = isinstance(structure, tuple)
+    tree = dict.fromkeys(structure) if flat else pytree.tree_unflatten(range(structure.num_leaves), structure)
+    return ", ".join(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]) or "no arguments"
 
 
 @dataclass(eq=False)
