@@ -96,7 +96,7 @@ def test_a_captured_step_keeps_what_was_prepared_from_raw_edges(monkeypatch: pyt
     monkeypatch.setattr(graphs, "is_captured", lambda device: True)
     model(x, edge_index)
     (entry,) = model._memory._entries.values()
-    pointers = weakref.ref(entry[2].tensors.rowptr)
+    pointers = weakref.ref(entry.graph.tensors.rowptr)
     monkeypatch.undo()
     del entry
     for shift in range(8):

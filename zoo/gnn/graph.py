@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from zoo import validate
 from zoo.engine.captured import is_captured, is_step_input
@@ -163,12 +163,14 @@ class CSRGraph:
         """The graph of a recipe, always derived from the original edges."""
         key = recipe, weight_dtype
         graph = self if key == (self.recipe, self.weight_dtype) else self._others.get(key)
-        if graph is None:
-            if self._edge_weight is not None and not recipe.weighted:
-                raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
-            if recipe.normalize and not self.is_square:
-                raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
-            graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
+        if graph is not None:
+            graph._prepare()
+            return graph
+        if self._edge_weight is not None and not recipe.weighted:
+            raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
+        if recipe.normalize and not self.is_square:
+            raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
+        graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         graph._prepare()
         return graph
 
@@ -275,6 +277,13 @@ def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+class _Remembered(NamedTuple):
+    edges: weakref.ref[Tensor]
+    version: tuple[Any, ...] | None
+    num_nodes: tuple[int, int]
+    graph: CSRGraph
+
+
 class GraphMemory:
     """A cache of graphs prepared from raw edges, keyed by identity and version of the tensors.
 
@@ -282,8 +291,7 @@ class GraphMemory:
     """
 
     def __init__(self) -> None:
-        # Edges -> their version, the numbers of nodes and the graph.
-        self._entries: MutableMapping[Tensor, tuple[Any, Any, CSRGraph]] = WeakTensorKeyDictionary()
+        self._entries: dict[int, _Remembered] = {}
         self._captured: list[CSRGraph] = []
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
@@ -318,14 +326,15 @@ class GraphMemory:
         return prepared
 
     def _remembered(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> CSRGraph:
-        entries, version = self._entries, _version_of(edge_index)
-        entry = entries.pop(edge_index, None)
-        if entry is None or entry[:2] != (version, num_nodes) or version is None:
-            entry = version, num_nodes, CSRGraph.from_edge_index(edge_index, None, num_nodes)
-        entries[edge_index] = entry
+        key, entries, seen = id(edge_index), self._entries, (_version_of(edge_index), num_nodes)
+        entry = entries.pop(key, None)
+        if entry is None or entry.edges() is not edge_index or entry[1:3] != seen or seen[0] is None:
+            edges = weakref.ref(edge_index, lambda _: entries.pop(key, None))
+            entry = _Remembered(edges, *seen, CSRGraph.from_edge_index(edge_index, None, num_nodes))
+        entries[key] = entry
         if len(entries) > REMEMBERED:
             del entries[next(iter(entries))]
-        return entry[2]
+        return entry.graph
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
