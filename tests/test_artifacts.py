@@ -166,6 +166,54 @@ def test_a_forward_behind_a_decorator_is_compared_by_its_code(tmp_path: Path, mo
         assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
 
 
+SHIFT, CALLS = torch.ones(8), torch.zeros(())
+
+
+class OfModule(Wired):
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + SHIFT
+
+
+class Counts(OfModule):
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS = CALLS + 1
+        return self.linear(x) + CALLS
+
+
+def written_and_loaded(cls: type[nn.Module], folder: Path) -> tuple[zoo.SavedRegions, nn.Module]:
+    torch.manual_seed(0)
+    model = zoo.compile_regions(nn.Sequential(*(cls() for _ in range(3))).eval(), dynamic=False)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    saved = zoo.save_compiled(model, folder)
+    return saved, zoo.load_compiled(nn.Sequential(*(cls() for _ in range(3))).eval(), folder)
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["before the first call", "after a call"])
+def test_a_tensor_that_took_the_place_of_a_modules_is_read(tmp_path, monkeypatch, first) -> None:
+    saved, model = written_and_loaded(OfModule, tmp_path / "compiled")
+    x, before = torch.randn(4, 8), graphs()
+    assert not saved.skipped
+    with torch.no_grad():
+        if not first:
+            model(x)
+        monkeypatch.setitem(globals(), "SHIFT", torch.full((8,), 5.0))
+        assert torch.equal(model(x), eager(model, x)) and graphs() == before
+
+
+def test_code_that_assigns_to_a_global_is_not_saved(tmp_path, monkeypatch) -> None:
+    with pytest.warns(zoo.RegionWarning, match="holds no graph .it assigns to the global CALLS"):
+        _, model = written_and_loaded(Counts, tmp_path / "compiled")
+    monkeypatch.setitem(globals(), "CALLS", torch.zeros(()))
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert CALLS.item() == 3
+
+
 def edit(folder: Path, **parts: Any) -> None:
     index = json.loads((folder / "index.json").read_text())
     for name, value in parts.items():

@@ -402,11 +402,11 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             saved: SavedGraph = pickle.loads(data)
             code, space = saved.code, served[0].forward.__globals__
             noted = functools.partial(GRAPH_LOG.note_loaded, entry["file"])
-            check, its_globals = LoadedCheck(saved.check, space, noted), saved.globals_in(space)
+            check = LoadedCheck(saved, space, noted)
             origin = _File(entry, data, set(index["sources"]))
             for call in served:
                 for shapes in saved.shapes:
-                    call.add_entry(shapes, check, code, its_globals, origin)
+                    call.add_entry(shapes, check, code, check.globals, origin)
         except Exception as error:  # a changed module may raise anything
             problems.append(f"{entry['file']} cannot be loaded: {type(error).__name__}: {error}")
     return problems

@@ -88,7 +88,10 @@ def write_graph(traced: Traced, shapes: list[Any], space: Mapping[str, Any]) -> 
             "keeps a graph for each shape; to generate, use a static cache"
         )
     assert traced.code is not None
-    loads = {each.argval for each in dis.get_instructions(traced.code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    steps = list(dis.get_instructions(traced.code))
+    if written := [each.argval for each in steps if each.opname == "STORE_GLOBAL"]:
+        raise UnsavableError(f"it assigns to the global {written[0]}")
+    loads = {each.argval for each in steps if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     compiled = [name for name in loads if name.startswith("__compiled_fn")]
     modules = {name: space[name].__name__ for name in loads if isinstance(space.get(name), types.ModuleType)}
     names = [name for name in loads if name not in modules and name not in compiled and not hasattr(builtins, name)]
@@ -218,15 +221,17 @@ class SavedCheck:
 class LoadedCheck:
     """A loaded check, which replaces Dynamo's guards.
 
-    ``space`` are the globals of the code that was compiled; ``noted`` is called once, when a call first passes.
+    ``space`` are the globals of the code that was compiled, ``globals`` those of the loaded one; ``noted`` is called
+    once, when a call first passes.
     """
 
     cache_entry = True
 
-    def __init__(self, saved: SavedCheck, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
-        names: dict[str, Any] = dict(_FOR_NUMBERS)
+    def __init__(self, graph: SavedGraph, space: Mapping[str, Any], noted: Callable[[], None]) -> None:
+        saved, names = graph.check, dict[str, Any](_FOR_NUMBERS)
         exec(compile(saved.source, "<guards>", "exec"), names)
         self._saved, self._space, self._noted, self._look = saved, space, noted, names["check"]
+        self.globals, self._read = graph.globals_in(space), graph.names
         self._modes = [(ask, saved.state[name]) for name, ask in MODES.items()]
         self._guards: tuple[Any, Any] | None = None
 
@@ -237,6 +242,8 @@ class LoadedCheck:
                 return False
         try:
             tensors = self._look(arguments, self._space, sys.modules, self._saved.constants)
+            for name in self._read:  # a tensor of the module, which may have been replaced
+                self.globals[name] = self._space[name]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return False  # numbers too: 1 / layer_idx of the first block
         # Two names of one tensor make another graph.
