@@ -205,6 +205,32 @@ def test_a_tensor_that_took_the_place_of_a_modules_is_read(tmp_path, monkeypatch
         assert torch.equal(model(x), eager(model, x)) and graphs() == before
 
 
+def shifted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+class Calls(OfModule):
+    def forward(self, x: Tensor) -> Tensor:
+        return shifted(self.twice(self.linear(x)))
+
+    def twice(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize("where", [sys.modules[__name__], Calls], ids=["a function", "a method"])
+def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, where) -> None:
+    written_and_loaded(Calls, tmp_path / "compiled")
+    if where is Calls:
+        monkeypatch.setattr(Calls, "twice", lambda self, x: 3 * x)
+    else:
+        monkeypatch.setattr(where, "shifted", lambda x: x - 1)
+    torch.compiler.reset()
+    with pytest.raises(
+        zoo.ArtifactError, match="test_artifacts has changed, or a function or class in it was replaced"
+    ):
+        zoo.load_compiled(nn.Sequential(Calls(), Calls(), Calls()).eval(), tmp_path / "compiled", strict=True)
+
+
 def test_code_that_assigns_to_a_global_is_not_saved(tmp_path, monkeypatch) -> None:
     with pytest.warns(zoo.RegionWarning, match="holds no graph .it assigns to the global CALLS"):
         _, model = written_and_loaded(Counts, tmp_path / "compiled")

@@ -14,6 +14,7 @@ import pickle
 import platform
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -307,7 +308,8 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
             found += [f"{name}'s {key} was {before.get(key)}, is {now.get(key)}" for key in changed]
         elif before != now:
             found.append(f"{name} was {before}, is {now}")
-    return found + [f"{name} has changed" for name, known in index["sources"].items() if _hash_of_module(name) != known]
+    changed = [name for name, known in index["sources"].items() if _hash_of_module(name) != known]
+    return found + [f"{name} has changed, or a function or class in it was replaced" for name in changed]
 
 
 # Fields of transformers' configs that no block reads.
@@ -365,9 +367,24 @@ def _hash_of_zoo() -> str:
 
 
 def _hash_of_module(name: str) -> str | None:
-    """The hash of an imported module's source file; None for one that is not imported, which no class comes from."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).exists() else None
+    """The hash of an imported module's source file, and of the functions and classes that it and its classes hold.
+
+    None for one that is not imported, which no class comes from.
+    """
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if not file or not Path(file).exists():
+        return None
+    spaces: list[Any] = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+    held = [
+        f"{space.__name__}.{key} {each.__module__}.{each.__qualname__} {getattr(code, 'co_firstlineno', 0)}"
+        for space in spaces
+        if space is module or space.__module__ == name
+        for key, each in vars(space).items()
+        if isinstance(each, type | types.FunctionType) and not (space is module and key.startswith("__"))  # Dynamo's
+        for code in [getattr(each, "__code__", None)]
+    ]
+    return hashlib.sha256(Path(file).read_bytes() + repr(sorted(held)).encode()).hexdigest()
 
 
 def _modules_of(files: set[str]) -> set[str]:
