@@ -513,6 +513,7 @@ def test_the_command_compiles_and_tells(
     assert main(["info", str(tmp_path)]) == 2 and "no folder that" in capsys.readouterr().err
     for name, option, words in (
         ("gcn-debug", ["--input", "nodes=16", "--out", folder], "no size 'nodes'"),
+        ("gcn-debug", ["--input", "num_nodes=8,num_nodes=9", "--out", folder], "a size twice; repeat --input"),
         ("llm-debug", ["--input", "decode-1", "--out", folder], "decode-1: expected rows and slots"),
         ("llm-debug", ["--out", str(tmp_path)], "is not a folder of compiled regions"),
         ("llm-debug", ["--device", "cuda", "--out", folder], "torch finds no usable GPU here"),

@@ -81,7 +81,9 @@ def _compile(given: argparse.Namespace) -> None:
 
 def _inputs(model: Any, text: str) -> dict[str, Any]:
     if not text.startswith("decode-"):
-        sizes = map(_pair, filter(None, text.split(",")))
+        sizes = list(map(_pair, filter(None, text.split(","))))
+        if len(dict(sizes)) < len(sizes):
+            raise ValueError(f"--input {text} gives a size twice; repeat --input for each shape")
         return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes})
     if not hasattr(model, "make_cache"):
         raise ValueError(f"{text} is for language models, not for a {type(model).__name__}")
