@@ -276,8 +276,9 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def launched(self) -> Iterator[tuple[Any, Any]]:
         """Launches that are kept, as ``_loaded`` knows them in another process, and their compiled kernels."""
-        for _, kept in self._kept.values():
-            yield from ((self._told(key), compiled) for key, (compiled, _) in kept.items())
+        for device, (cache, kept) in self._kept.items():
+            if cache is self.device_caches.get(device):
+                yield from ((self._told(key), compiled) for key, (compiled, _) in kept.items())
 
     def _told(self, key: Any) -> Any:
         """What a kernel is compiled for, in words that another process also has."""
