@@ -95,7 +95,8 @@ def create(
     family = next((each for each in _FAMILIES.values() if name in each.presets), None)
     if family is None:
         known = list_models()
-        raise ValueError(f"no model {name!r}{did_you_mean(name, known)}; zoo.list_models() names all {len(known)}")
+        hint = did_you_mean(name, known)
+        raise ValueError(f"no model {name!r}{hint}; zoo.list_models() or `zoo list` names all {len(known)}")
     config = family.presets[name]
     fields = [field.name for field in dataclasses.fields(config) if field.init]
     for key in overrides:
