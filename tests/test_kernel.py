@@ -186,6 +186,23 @@ def test_a_bound_launch_describes_tiles_anew(launched: list[Any], monkeypatch: p
         assert ([*first.shape], [*first.strides], first.block_shape) == ([*x.shape], [*x.stride()], [1, 32])
 
 
+def test_launches_with_tiles_run_what_triton_would_run(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, low = torch.randn(4, 64), torch.randn(4, 64, dtype=torch.bfloat16)
+    pairs = [(wide, [1, 32]), (wide[:2], [1, 32]), (wide[:, :32], [1, 32]), (wide, [2, 32]), (low, [1, 32])]
+    given = [(by_tile(tensor, tensor, tile),) * 2 for tensor, tile in pairs]
+    for tiles in given:
+        _tile.run(*tiles, grid=(2,), warmup=False, COLUMNS=32)
+    expected = launched[:]
+    for _ in range(2):
+        launched.clear()
+        for tiles in given:
+            _tile[(2,)](*tiles, COLUMNS=32)
+        assert [each for each, _ in launched] == [each for each, _ in expected]
+        for (_, ours), (_, tritons) in zip(launched, expected, strict=True):
+            assert all(one is other or one == other for one, other in zip(ours, tritons, strict=True))
+        monkeypatch.setattr(_tile, "run", lambda *_, **__: pytest.fail("Triton looked the kernel up again"))
+
+
 def test_a_launch_runs_on_the_device_of_its_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     class OnTheSecond(torch.Tensor):
         def get_device(self) -> int:
