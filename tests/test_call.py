@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -346,6 +347,27 @@ def test_a_compilation_keeps_no_input() -> None:
     del x
     gc.collect()
     assert alive() is None
+
+
+class WithArray(Wired):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.array = np.full(4, number, dtype=np.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * torch.from_numpy(self.array)
+
+
+@torch.no_grad()
+def test_arrays_that_blocks_make_tensors_of_share_a_graph() -> None:
+    model, x = nn.Sequential(*map(WithArray, range(1, 4))), torch.randn(2, 4)
+    zoo.compile_regions(model, backend="aot_eager")
+    model(x)
+    model[0].array[:] = 7
+    model[1].array = np.full(4, 5, dtype=np.float32)
+    found = model(x)
+    assert graphs_of(model) == {"WithArray": 1}
+    torch.testing.assert_close(found, zoo.uncompile(model)(x))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -411,6 +411,8 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     kinds: dict[str, set[str]] = {}
     for each in guards:
         kinds.setdefault(each.name, set()).add(each.guard_type)
+        # Guards are built again after this, and a NumPy array makes another tensor then than the one noted here.
+        each.orig_guard.obj_weakref = None
     return [
         not (each.is_global and each.has_value and is_library_code(each.value))
         and not _is_implied(each, kinds)
