@@ -403,11 +403,11 @@ def test_a_compiled_kernel_is_found_in_another_cache(tmp_path: Path, monkeypatch
         again = kernel_module.cached_kernels()
         assert (again.hashes, again.launches) == (found.hashes, found.launches)
     assert start(tl.float64)[0] == [False, True], "another kernel"
-    for changed, name, value, expected in (
+    for changed, name, value, lookups in (
         (triton.knobs.compilation, "always_compile", True, [False] * 3),
         (triton.knobs.runtime, "debug", True, [False, True, False]),
         (driver, "get_current_target", lambda: GPUTarget("cuda", 80, 32), [False, True, False]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(changed, name, value)
-            assert start()[0] == expected
+            assert start()[0] == lookups

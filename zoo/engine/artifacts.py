@@ -84,7 +84,7 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
     path.parent.mkdir(parents=True, exist_ok=True)
     saved = SavedRegions(path)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True) as made:
-        partial = Path(made, "new")  # with the usual permissions, which a temporary folder has not
+        partial = Path(made, "new")  # a temporary folder is private; this one has the usual permissions
         partial.mkdir()
         sources: set[str] = set()
         for graph in _graphs(model, plan):
@@ -375,14 +375,13 @@ def _hash_of_module(name: str) -> str | None:
     file = getattr(module, "__file__", None)
     if not file or not Path(file).exists():
         return None
-    spaces: list[Any] = [module, *(each for each in vars(module).values() if isinstance(each, type))]
+    own = {key: each for key, each in vars(module).items() if not key.startswith("__")}  # without Dynamo's names
+    classes = [each for each in own.values() if isinstance(each, type) and each.__module__ == name]
     held = [
-        f"{space.__name__}.{key} {each.__module__}.{each.__qualname__} {getattr(code, 'co_firstlineno', 0)}"
-        for space in spaces
-        if space is module or space.__module__ == name
-        for key, each in vars(space).items()
-        if isinstance(each, type | types.FunctionType) and not (space is module and key.startswith("__"))  # Dynamo's
-        for code in [getattr(each, "__code__", None)]
+        (space, key, each.__module__, each.__qualname__, getattr(getattr(each, "__code__", None), "co_firstlineno", 0))
+        for space, names in [(name, own), *((each.__qualname__, vars(each)) for each in classes)]
+        for key, each in names.items()
+        if isinstance(each, type | types.FunctionType)
     ]
     return hashlib.sha256(Path(file).read_bytes() + repr(sorted(held)).encode()).hexdigest()
 

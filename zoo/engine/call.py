@@ -411,7 +411,7 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     kinds: dict[str, set[str]] = {}
     for each in guards:
         kinds.setdefault(each.name, set()).add(each.guard_type)
-        # Guards are built again after this, and a NumPy array makes another tensor then than the one noted here.
+        # Torch builds the guards again and compares what they guard: a NumPy array is a new tensor each time.
         each.orig_guard.obj_weakref = None
     return [
         not (each.is_global and each.has_value and is_library_code(each.value))

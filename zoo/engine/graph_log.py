@@ -182,12 +182,12 @@ class GraphLog:
             # A method of the model other than forward is the way in: the outermost of its modules stands for it.
             inside = {part for root, number in self._roots.items() if number == model for part in root.modules()}
             calls = [each for each in calls if each[0] in inside]
-        root_call = [(type(called), input_kinds(*given)) for called, *given in calls[-1:]]
-        sizes = [_sizes(called, *given) for called, *given in calls if hasattr(called, "region_sizes")]
+        root_call = (type(calls[-1][0]), input_kinds(*calls[-1][1:])) if calls else None
+        sizes = next((_sizes(*each) for each in calls if hasattr(each[0], "region_sizes")), 1)
         return Entry(
             compile_id=number, region=own_class(module), name=name, model=model, signature=signature(module),
-            mode=mode(module), inputs=input_kinds(*inputs), model_inputs=root_call[0] if root_call else None,
-            model_sizes=sizes[0] if sizes else 1, graphs=graphs, seconds=seconds,
+            mode=mode(module), inputs=input_kinds(*inputs), model_inputs=root_call,
+            model_sizes=sizes or 1, graphs=graphs, seconds=seconds,
         )  # fmt: skip
 
     def _end(self, args: Any) -> None:

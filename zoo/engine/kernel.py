@@ -260,12 +260,12 @@ class Kernel(JITFunction):  # type: ignore[misc]
         cache, kept = self._kept.get(device, (None, {}))
         found = kept.get(key) if cache is self.device_caches.get(device) else None
         if found is None:
-            loaded = self._loaded(key)
+            loaded = self._from_folder(key)
             compiled = loaded or self.run(*arguments, grid=grid, warmup=False, **options)
-            self._keep(device, key, compiled, len(arguments), options)
+            found = compiled, self._unnamed(len(arguments), options)
+            self._keep(device, key, found, options)
             if loaded is None:
                 return compiled
-            found = loaded, self._unnamed(len(arguments), options)
         compiled, rest = found
         stream = driver.get_current_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
@@ -275,23 +275,23 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return compiled
 
     def launched(self) -> Iterator[tuple[Any, Any]]:
-        """Launches that are kept, as ``_loaded`` knows them in another process, and their compiled kernels."""
+        """Launches that are kept, by their keys in a folder, and their compiled kernels."""
         for device, (cache, kept) in self._kept.items():
             if cache is self.device_caches.get(device):
-                yield from ((self._told(key), compiled) for key, (compiled, _) in kept.items())
+                yield from ((self._key_in_folder(key), compiled) for key, (compiled, _) in kept.items())
 
-    def _told(self, key: Any) -> Any:
-        """What a kernel is compiled for, in words that another process also has."""
+    def _key_in_folder(self, key: Any) -> Any:
+        """A launch's key, with the kernel's name, the GPU's architecture and Triton's settings."""
         knobs, target = triton.knobs, triton.runtime.driver.active.get_current_target()
         settings = *_environment(), knobs.runtime.debug, knobs.compilation.instrumentation_mode
         return f"{self.fn.__module__}.{self.fn.__qualname__}", key, str(target), settings
 
-    def _loaded(self, key: Any) -> Any:
+    def _from_folder(self, key: Any) -> Any:
         """The kernel that a loaded folder has for a launch, or None.
 
         Triton is not asked: at its first launch it imports Gluon, a tenth of a second.
         """
-        found = _loaded.launches.get(self._told(key)) if _loaded.launches else None
+        found = _loaded.launches.get(self._key_in_folder(key)) if _loaded.launches else None
         return found and _load(ASTSource(self, *found[:3]), found[3])
 
     def bound(
@@ -368,13 +368,13 @@ def launch({tensors}):
         runtime = triton.knobs.runtime
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self.pre_run_hooks)
 
-    def _keep(self, device: int, key: Any, compiled: Any, positional: int, options: dict[str, Any]) -> None:
-        if not hasattr(compiled, "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
+    def _keep(self, device: int, key: Any, found: tuple[Any, Any], options: dict[str, Any]) -> None:
+        if not hasattr(found[0], "packed_metadata") or any(isinstance(each, Tensor) for each in options.values()):
             return
         cache, kept = self._kept.get(device, (None, {}))
         if cache is not self.device_caches[device] or len(kept) >= MOST_LAUNCHES:
             kept = {}
-        self._kept[device] = self.device_caches[device], {**kept, key: (compiled, self._unnamed(positional, options))}
+        self._kept[device] = self.device_caches[device], {**kept, key: found}
 
     def _unnamed(self, positional: int, options: dict[str, Any]) -> tuple[Any, ...]:
         """Arguments after the positional ones, in the kernel's order."""

@@ -84,7 +84,7 @@ def rotate_into(
 
 # A weight [N, C], and the scale [N] of its rows if it is quantized.
 Weight: TypeAlias = tuple[Tensor, Tensor | None]
-# For more rows the vendor library's products are faster. Quantized weights are copied for them.
+# For more rows the vendor library's products are faster. They take a copy of quantized weights.
 MOST_ROWS, MOST_QUANTIZED_ROWS = 2, 4
 
 
