@@ -16,8 +16,7 @@ import zoo.ops.common
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 MARKS = [] if DEVICE == "cpu" else pytest.mark.gpu
-# The interpreter cuts numbers off where a GPU rounds them to bfloat16.
-RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 8e-3 if DEVICE == "cpu" else 4e-3, torch.float16: 5e-4}
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     *([MARKS] if MARKS else []),
 ]
-# The interpreter cuts bits off where a GPU rounds to bfloat16.
-EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if DEVICE == "cpu" else 2**-8, torch.float16: 2**-11}
+EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.fixture(autouse=True)

@@ -117,8 +117,7 @@ def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
         # One number has no deviation, and what is not there would be as many away as the interpreter warns of.
         silu = pixels * size > 1
         found = ops.group_norm(*given, 2, 1e-5, silu)
-        # Of a few numbers, some are cut off by more: the interpreter does not round to bfloat16.
-        close(found, ops.group_norm(*in_float64(*given), 2, 1e-5, silu), dtype, times=2)
+        close(found, ops.group_norm(*in_float64(*given), 2, 1e-5, silu), dtype)
     # Two images as one.
     halves = [part.contiguous(memory_format=torch.channels_last) for part in x.split(size, dim=1)]
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
@@ -240,8 +239,7 @@ def test_windows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 # Rows, channels, width inside: whole tiles of both; less than one of each; what divides neither.
 PRODUCTS = [(256, 64, 128), (5, 8, 8), (130, 72, 136), (128, 640, 64)]
-# The interpreter multiplies matrices of bfloat16 as if they were integers.
-DESCRIBED = [torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+DESCRIBED = [torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DESCRIBED)

@@ -5,8 +5,9 @@ Hopper and newer, overlaps them. A kernel starts as soon as all programs of its 
 (``gdc_launch_dependents``). It waits for the predecessor's end (``gdc_wait``) before it touches memory that any kernel
 writes; only weights are loaded earlier. So the kernel right before a step must not write weights; in a model it is an
 embedding lookup.
-A product reads every weight row once, fused with the norm, the activation and the residual add around it. It permits
-the next kernel at once. Attention permits it late, so that loads of later weights do not delay attention's own loads.
+A product reads every weight row once, fused with the activation and the residual add behind it. One row of features is
+multiplied by ordinary instructions, fused with its norm too; several rows by tensor cores, after a norm of its own. It
+permits the next kernel at once. Attention permits it late, so that loads of later weights do not delay its own loads.
 
 Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
 length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
@@ -18,6 +19,7 @@ G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a h
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +29,7 @@ from torch import Tensor
 from zoo.engine.kernel import kernel
 from zoo.engine.traced import traced_to_run
 from zoo.ops.common import ceil_div, next_power
+from zoo.ops.triton import norms
 
 # Slots per step of a program, and programs that fill a large GPU.
 BLOCK, ENOUGH = 64, 264
@@ -184,68 +187,117 @@ def _load_columns(weight, row, live, begin, C: tl.constexpr, BLOCK_C: tl.constex
     return tl.load(weight + (row * C)[:, None] + column[None, :], mask=live[:, None] & (column < C)[None, :], other=0.0)
 
 
-@triton.jit
-def _dots(x, norm, first, first_up, weight, row, live, m, eps, N: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Dot products [ROWS] of weight rows with features ``m``, normed by ``norm`` if given, and of rows N further on.
-
-    ``first`` and ``first_up`` are the rows' first columns; without the second there are no rows further on.
-    """
+@kernel
+def _linear(
+    x, norm, weight, scale, bias, residual, out, eps: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row of features times weight rows, whole ones if they fit into BLOCK_C columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < N
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    first = _load_columns(weight, row, live, 0, C, BLOCK_C)
+    if GATED:
+        first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK_C)
-    result = tl.zeros([row.shape[0]], tl.float32)
-    up = tl.zeros([row.shape[0]], tl.float32)
+    result = tl.zeros([ROWS], tl.float32)
+    up = tl.zeros([ROWS], tl.float32)
     squares = tl.zeros([BLOCK_C], tl.float32)
     for begin in tl.static_range(0, C, BLOCK_C):
         inside = begin + column < C
-        value = tl.load(x + m * C + begin + column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += value * value
             value *= tl.load(norm + begin + column, mask=inside, other=0.0).to(tl.float32)
         # Summed at once, a product and its sum are one instruction.
         part = first if begin == 0 else _load_columns(weight, row, live, begin, C, BLOCK_C)
         result += tl.sum(part.to(tl.float32) * value[None, :], 1)
-        if first_up is not None:
+        if GATED:
             part = first_up if begin == 0 else _load_columns(weight + N * C, row, live, begin, C, BLOCK_C)
             up += tl.sum(part.to(tl.float32) * value[None, :], 1)
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(squares, 0) / C + eps)
-        result *= scale
-        up *= scale
-    return result, up
+        root = tl.rsqrt(tl.sum(squares, 0) / C + eps)
+        result *= root
+        up *= root
+    if scale is not None:
+        result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
+        if GATED:
+            up *= tl.load(scale + N + row, mask=live, other=0.0).to(tl.float32)
+    if GATED:
+        result = result * tl.sigmoid(result) * up
+    if bias is not None:
+        result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
+    if residual is not None:
+        # Rounded before the addition, as if the product were a separate kernel.
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result += tl.load(residual + row, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row, result.to(out.dtype.element_ty), mask=live)
 
 
 @kernel
-def _linear(
-    x, norm, weight, scale, bias, residual, out, eps: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+def _linear_rows(
+    x, weight, scale, bias, residual, out, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr,
+    TILE: tl.constexpr, WARPS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = row < N
+    """A few rows of features, padded to SLOTS, times TILE weight rows on tensor cores.
+
+    With more than one of WARPS each warp multiplies a part of the columns. A gated tile holds rows of both halves.
+    """
+    ROWS: tl.constexpr = TILE // 2 if GATED else TILE
+    SPAN: tl.constexpr = (C + WARPS * BLOCK_C - 1) // (WARPS * BLOCK_C) * BLOCK_C
+    member = tl.arange(0, TILE)
+    n = tl.program_id(0).to(tl.int64) * ROWS + member % ROWS
+    live = n < N
+    row = n + member // ROWS * N
+    m = tl.arange(0, SLOTS)
+    column = tl.arange(0, BLOCK_C)
+    if WARPS > 1:
+        column = tl.arange(0, WARPS)[:, None] * SPAN + column[None, :]
+        place = weight + (row * C)[None, :, None] + column[:, None, :]
+        given = x + (m * C)[None, None, :] + column[:, :, None]
+        total = tl.zeros([WARPS, TILE, SLOTS], tl.float32)
+    else:
+        place = weight + (row * C)[:, None] + column[None, :]
+        given = x + (m * C)[None, :] + column[:, None]
+        total = tl.zeros([TILE, SLOTS], tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-    first = _load_columns(weight, row, live, 0, C, BLOCK_C)
-    first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C) if GATED else None
-    if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    for m in tl.static_range(M):
-        result, up = _dots(x, norm, first, first_up, weight, row, live, m, eps, N, C, BLOCK_C)
-        if scale is not None:
-            result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)
-            if GATED:
-                up *= tl.load(scale + N + row, mask=live, other=0.0).to(tl.float32)
-        if GATED:
-            result = result * tl.sigmoid(result) * up
-        if bias is not None:
-            result += tl.load(bias + row, mask=live, other=0.0).to(tl.float32)
-        if residual is not None:
-            # Rounded before the addition, as if the product were a separate kernel.
-            result = result.to(out.dtype.element_ty).to(tl.float32)
-            result += tl.load(residual + m * N + row, mask=live, other=0.0).to(tl.float32)
-        tl.store(out + m * N + row, result.to(out.dtype.element_ty), mask=live)
+    for begin in tl.range(0, SPAN, BLOCK_C, num_stages=STAGES):
+        inside = column + begin < C
+        if WARPS > 1:
+            numbers = tl.load(place + begin, mask=live[None, :, None] & inside[:, None, :], other=0.0)
+            value = tl.load(given + begin, mask=(m < M)[None, None, :] & inside[:, :, None], other=0.0)
+        else:
+            numbers = tl.load(place + begin, mask=live[:, None] & inside[None, :], other=0.0)
+            value = tl.load(given + begin, mask=(m < M)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(numbers.to(value.dtype), value, total, input_precision="ieee")
+    result = tl.sum(total, 0) if WARPS > 1 else total
+    if scale is not None:
+        result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)[:, None]
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, [2, ROWS, SLOTS]), [1, 2, 0]))
+        result = gate * tl.sigmoid(gate) * up
+    if bias is not None:
+        result += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    place = (m * N)[None, :] + n[:, None]
+    seen = (n < N)[:, None] & (m < M)[None, :]
+    if residual is not None:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result += tl.load(residual + place, mask=seen, other=0.0).to(tl.float32)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
 
 
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
+# From this many rows of features on, a program of many takes a wide tile, for which fewer programs read the features.
+WIDE_ROWS = 17
 
 
 def linear(
@@ -257,16 +309,28 @@ def linear(
     Bias and residual are optional; the result is [M, N]. ``gated`` takes a weight [2 N, C], and returns SiLU of the
     first half times the second. ``scale`` [N] is what each row of a quantized weight is multiplied by.
     """
-    x, (n, columns) = x.contiguous(), weight.shape
-    n = n // 2 if gated else n
-    out = x.new_empty(x.shape[0], n)
-    # Whole weight rows at once if they fit. Rows of one program share the features; enough programs must remain.
-    block = min(next_power(columns), 8192)
-    rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
-    warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
-    _linear[(ceil_div(n, rows),)](
-        x, norm, weight.contiguous(), scale, bias, None if residual is None else residual.contiguous(), out, eps,
-        M=x.shape[0], N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated, num_warps=warps, **overlap_on(x.device),
+    x, weight, (n, columns) = x.contiguous(), weight.contiguous(), weight.shape
+    residual = None if residual is None else residual.contiguous()
+    n, m = n // 2 if gated else n, x.shape[0]
+    out = x.new_empty(m, n)
+    overlap: dict[str, Any] = overlap_on(x.device)
+    if m == 1:
+        # Whole weight rows at once if they fit. Rows of one program share the features; enough programs must remain.
+        block = min(next_power(columns), 8192)
+        rows = 4 if n // 4 >= ENOUGH_ROWS else 2 if n // 2 >= ENOUGH_ROWS else 1
+        warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
+        _linear[(ceil_div(n, rows),)](
+            x, norm, weight, scale, bias, residual, out, eps, N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated,
+            num_warps=warps, **overlap,
+        )  # fmt: skip
+        return out
+    if norm is not None:
+        x = norms.norm(x, None, None, norm, None, eps, keep=False, **overlap)[0]
+    tile, warps, stages = (64, 1, 4) if m >= WIDE_ROWS and weight.shape[0] >= 64 * 128 else (16, 4, 3)
+    block = min(256 // x.element_size(), max(next_power(ceil_div(columns, warps)), 16))
+    _linear_rows[(ceil_div(n, tile // 2 if gated else tile),)](
+        x, weight, scale, bias, residual, out, M=m, N=n, C=columns, SLOTS=max(next_power(m), 8), TILE=tile,
+        WARPS=warps, BLOCK_C=block, STAGES=stages, GATED=gated, num_warps=4, **overlap,
     )  # fmt: skip
     return out
 
