@@ -460,12 +460,11 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
         rms_norm(x, weight[:4], 1e-6)
     assert len(gpu.launches) == 2
     weight, scale, numbers = torch.randn(4, 8), torch.ones(4), torch.ones(4, 8, dtype=torch.int8)
-    few = lambda rows, weight: few_rows(torch.randn(rows, 8), (weight, None))  # noqa: E731
-    assert few(MOST_ROWS, weight) and not few(MOST_ROWS + 1, weight)
-    x = torch.randn(MOST_QUANTIZED_ROWS, 8)
-    assert few_rows(x, (numbers, scale)) and not few_rows(x, (weight, None))
-    assert not few_rows(torch.randn(MOST_QUANTIZED_ROWS + 1, 8), (numbers, scale))
-    x = x[:1]
+    half, x = weight.half(), torch.randn(MOST_QUANTIZED_ROWS + 1, 8).half()
+    assert few_rows(x[:MOST_ROWS], (half, None)) and not few_rows(x[: MOST_ROWS + 1], (half, None))
+    assert few_rows(x[:-1], (numbers, scale.half())) and not few_rows(x, (numbers, scale.half()))
+    assert not few_rows(x[:2].float(), (weight, None)) and not few_rows(x[:2].float(), (numbers, scale))
+    x = x[:1].float()
     with torch.autocast("cpu", torch.bfloat16):  # whose products are in half precision
         assert not few_rows(x, (weight, None)) and few_rows(x.bfloat16(), (weight.bfloat16(), None))
     assert not few_rows(x.bfloat16(), (weight, None)) and not few_rows(x, (weight.requires_grad_(), None))

@@ -135,6 +135,8 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
 def few_rows(x: Tensor, *weights: Weight) -> bool:
     """Whether the decoding kernels take x [M, C]: few rows, the dtype of products, and no gradients."""
     most = MOST_ROWS if all(scale is None for _, scale in weights) else MOST_QUANTIZED_ROWS
+    if x.dtype == torch.float32:
+        most = 1  # tensor cores multiply what has fewer bits
     numbers = [weight if scale is None else scale for weight, scale in weights]
     alike = x.shape[0] <= most and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in numbers)
     return alike and kernels_run(x, *numbers) and not differentiated(x, *numbers)

@@ -19,7 +19,6 @@ G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a h
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -313,7 +312,7 @@ def linear(
     residual = None if residual is None else residual.contiguous()
     n, m = n // 2 if gated else n, x.shape[0]
     out = x.new_empty(m, n)
-    overlap: dict[str, Any] = overlap_on(x.device)
+    overlap = overlap_on(x.device)
     if m == 1:
         # Whole weight rows at once if they fit. Rows of one program share the features; enough programs must remain.
         block = min(next_power(columns), 8192)
@@ -325,7 +324,7 @@ def linear(
         )  # fmt: skip
         return out
     if norm is not None:
-        x = norms.norm(x, None, None, norm, None, eps, keep=False, **overlap)[0]
+        x = norms.norm(x, None, None, norm, None, eps, keep=False)[0]
     tile, warps, stages = (64, 1, 4) if m >= WIDE_ROWS and weight.shape[0] >= 64 * 128 else (16, 4, 3)
     block = min(256 // x.element_size(), max(next_power(ceil_div(columns, warps)), 16))
     _linear_rows[(ceil_div(n, tile // 2 if gated else tile),)](
@@ -385,13 +384,13 @@ def _accept(
         token = tl.min(tl.where(bests == tl.max(bests, 0), index, V), 0)
         # A maximum of NaN equals no logit.
         token = tl.minimum(token, V - 1).to(tl.int64)
-        done = tl.load(finished + row) != 0
+        done = tl.load(finished + row)
         token = tl.where(done, tl.load(pad), token)
         now = tl.load(step)
         tl.store(output + now * B + row, token)
         tl.store(positions + row, tl.load(positions + row) + tl.where(done, 0, 1))
         meets = tl.max(tl.where(tl.load(ends + tl.arange(0, ENDS)) == token, 1, 0), 0) != 0
-        tl.store(finished + row, (done | meets).to(tl.int8))
+        tl.store(finished + row, done | meets)
         tl.store(tokens + row, token)
         # All rows have read the step once the last of them is here.
         if tl.atomic_add(ended + B, 1, sem="acq_rel") == B - 1:
@@ -410,7 +409,7 @@ def accept_greedy(
     values = logits.new_empty(batch, parts, dtype=torch.float32)
     indices = logits.new_empty(batch, parts, dtype=torch.int32)
     _accept[(parts, batch)](
-        logits, values, indices, tokens, positions, finished.view(torch.int8), step, output, ends, pad, ended,
+        logits, values, indices, tokens, positions, finished, step, output, ends, pad, ended,
         B=batch, V=vocabulary, PARTS=parts, BLOCK_PARTS=next_power(parts), ENDS=ends.shape[0], BLOCK=LOGITS,
         num_warps=4,
     )  # fmt: skip

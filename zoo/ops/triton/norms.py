@@ -8,8 +8,6 @@ of two that a width is padded to compiles once.
 Shape legend: R rows, C columns, P programs, S sums.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,13 +23,9 @@ PROGRAMS = 512
 
 @kernel
 def _norm(
-    x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
-):  # fmt: skip
+    x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Layer norm (RMS norm without a bias) of x, or of x + added + shift; the sum is stored in ``total``."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
@@ -137,12 +131,11 @@ def _norm_backward(
 
 def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    low_dtype: torch.dtype | None = None, *, keep: bool = True, **overlap: Any,
+    low_dtype: torch.dtype | None = None, *, keep: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Layer norm of the sum, or its RMS norm without a bias, and a copy of the norm in ``low_dtype``.
 
     If kept, also the sum [..., C], the mean of each row [...] (layer norm only) and its factor (rstd) [...].
-    ``overlap`` are the options of ``decode.overlap_on``.
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
@@ -154,7 +147,7 @@ def norm(
     if x.numel():
         columns, block = x.shape[-1], next_power(x.shape[-1])
         given = x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps
-        _norm[(x.numel() // columns,)](*given, COLUMNS=block, num_warps=_warps(block), **overlap)
+        _norm[(x.numel() // columns,)](*given, COLUMNS=block, num_warps=_warps(block))
     return out, low, x if total is None else total, mean, rstd
 
 
