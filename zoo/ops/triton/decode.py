@@ -239,26 +239,27 @@ def _linear(
 @kernel
 def _linear_rows(
     x, weight, scale, bias, residual, out, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr,
-    TILE: tl.constexpr, WARPS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A few rows of features, padded to SLOTS, times TILE weight rows on tensor cores.
 
-    With more than one of WARPS each warp multiplies a part of the columns. A gated tile holds rows of both halves.
+    Each warp multiplies one of PARTS of the columns; with one part all warps share it. A gated tile holds rows of both
+    halves of the weight.
     """
     ROWS: tl.constexpr = TILE // 2 if GATED else TILE
-    SPAN: tl.constexpr = (C + WARPS * BLOCK_C - 1) // (WARPS * BLOCK_C) * BLOCK_C
+    SPAN: tl.constexpr = (C + PARTS * BLOCK_C - 1) // (PARTS * BLOCK_C) * BLOCK_C
     member = tl.arange(0, TILE)
     n = tl.program_id(0).to(tl.int64) * ROWS + member % ROWS
     live = n < N
     row = n + member // ROWS * N
     m = tl.arange(0, SLOTS)
     column = tl.arange(0, BLOCK_C)
-    if WARPS > 1:
-        column = tl.arange(0, WARPS)[:, None] * SPAN + column[None, :]
+    if PARTS > 1:
+        column = tl.arange(0, PARTS)[:, None] * SPAN + column[None, :]
         place = weight + (row * C)[None, :, None] + column[:, None, :]
         given = x + (m * C)[None, None, :] + column[:, :, None]
-        total = tl.zeros([WARPS, TILE, SLOTS], tl.float32)
+        total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
     else:
         place = weight + (row * C)[:, None] + column[None, :]
         given = x + (m * C)[None, :] + column[:, None]
@@ -268,14 +269,14 @@ def _linear_rows(
         tl.extra.cuda.gdc_wait()
     for begin in tl.range(0, SPAN, BLOCK_C, num_stages=STAGES):
         inside = column + begin < C
-        if WARPS > 1:
+        if PARTS > 1:
             numbers = tl.load(place + begin, mask=live[None, :, None] & inside[:, None, :], other=0.0)
             value = tl.load(given + begin, mask=(m < M)[None, None, :] & inside[:, :, None], other=0.0)
         else:
             numbers = tl.load(place + begin, mask=live[:, None] & inside[None, :], other=0.0)
             value = tl.load(given + begin, mask=(m < M)[None, :] & inside[:, None], other=0.0)
         total = tl.dot(numbers.to(value.dtype), value, total, input_precision="ieee")
-    result = tl.sum(total, 0) if WARPS > 1 else total
+    result = tl.sum(total, 0) if PARTS > 1 else total
     if scale is not None:
         result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)[:, None]
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -295,8 +296,9 @@ def _linear_rows(
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
-# From this many rows of features on, a program of many takes a wide tile, for which fewer programs read the features.
-WIDE_ROWS = 17
+# From so many rows of features on, weights of so many rows are read in tiles of 64, so that fewer programs read the
+# features.
+WIDE_ROWS, WIDE_WEIGHT = 17, 8192
 
 
 def linear(
@@ -325,11 +327,11 @@ def linear(
         return out
     if norm is not None:
         x = norms.norm(x, None, None, norm, None, eps, keep=False)[0]
-    tile, warps, stages = (64, 1, 4) if m >= WIDE_ROWS and weight.shape[0] >= 64 * 128 else (16, 4, 3)
-    block = min(256 // x.element_size(), max(next_power(ceil_div(columns, warps)), 16))
+    tile, parts, stages = (64, 1, 4) if m >= WIDE_ROWS and weight.shape[0] >= WIDE_WEIGHT else (16, 4, 3)
+    block = min(256 // x.element_size(), max(next_power(ceil_div(columns, parts)), 16))
     _linear_rows[(ceil_div(n, tile // 2 if gated else tile),)](
         x, weight, scale, bias, residual, out, M=m, N=n, C=columns, SLOTS=max(next_power(m), 8), TILE=tile,
-        WARPS=warps, BLOCK_C=block, STAGES=stages, GATED=gated, num_warps=4, **overlap,
+        PARTS=parts, BLOCK_C=block, STAGES=stages, GATED=gated, num_warps=4, **overlap,
     )  # fmt: skip
     return out
 
