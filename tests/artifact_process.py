@@ -85,6 +85,7 @@ FOREIGN = {
     **{each.__name__: each for each in (bert, llama, llama_dynamic, llama_decode)},
     "vit": functools.partial(foreign, "torchvision VisionTransformer"),
     "unet": functools.partial(foreign, "diffusers UNet2DConditionModel"),
+    "flux": functools.partial(foreign, "diffusers FluxTransformer2DModel"),
 }
 
 

@@ -25,6 +25,7 @@ from tests.blocks import Declared, Wired
 from tests.test_call import Decorated
 from zoo.__main__ import main
 from zoo.engine.graph_log import GRAPH_LOG
+from zoo.engine.saved_graph import _Writer
 from zoo.engine.traced import Traced
 from zoo.llm import Session
 
@@ -229,6 +230,12 @@ def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, w
         zoo.ArtifactError, match="test_artifacts has changed, or a function or class in it was replaced"
     ):
         zoo.load_compiled(nn.Sequential(Calls(), Calls(), Calls()).eval(), tmp_path / "compiled", strict=True)
+
+
+def test_a_key_is_looked_up_by_its_module_and_not_by_the_compilers_name_for_it() -> None:
+    writer = _Writer({"__import_json": json})  # the compiler's name, which a new process lacks until it compiles
+    writer.text("L['x'][list(dict.keys(G['__import_json'].__dict__))[0]]")
+    assert "M['json']" in "".join(writer.lines) and "__import" not in "".join(writer.lines)
 
 
 def test_code_that_assigns_to_a_global_is_not_saved(tmp_path, monkeypatch) -> None:
@@ -480,7 +487,8 @@ def run(*arguments: str, cache: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bert-debug", "gcn-debug", "llm-debug", "bert", "llama", "llama_dynamic", "llama_decode", "vit", "unet"]
+    "name",
+    ["bert-debug", "gcn-debug", "llm-debug", "bert", "llama", "llama_dynamic", "llama_decode", "vit", "unet", "flux"],
 )
 def test_a_new_process_with_empty_caches_compiles_nothing(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "compiled")

@@ -380,6 +380,7 @@ class _Writer(ast.NodeTransformer):
             return self._named(self._of_globals(ast.literal_eval(node.slice)))
         if ast.unparse(node.value) != "L":
             node.value = self.visit(node.value)
+        node.slice = self.visit(node.slice)  # of a dict, it may be one of the keys of another
         return self._named(ast.unparse(node))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
