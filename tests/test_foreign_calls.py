@@ -471,6 +471,28 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
         torch.testing.assert_close(model(x), expected)
 
 
+class Picky(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-2] % 2:
+            raise ValueError(f"{x.shape[-2]} rows are odd")
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*became symbolic:zoo.RegionWarning")
+@pytest.mark.parametrize("sizes", [(2,), (2, 4)], ids=["one size", "sizes that are symbols"])
+def test_an_error_that_a_block_raises_is_raised_and_changes_nothing(sizes: tuple[int, ...]) -> None:
+    model = compiled(Sequence(Picky(), Picky()).eval())
+    with torch.no_grad():
+        for size in sizes:
+            model(torch.randn(size, 4))
+        for size in (3, 5):
+            with pytest.raises(ValueError, match=f"{size} rows are odd"):
+                model(torch.randn(size, 4))
+        for size in (2, 4, 6, 8):
+            model(torch.randn(size, 4))
+    assert graphs_of(model) == {"Picky": 2}
+
+
 class Storing(Wired):
     """Keeps each block's state in a store that no graph may hold, as continuous batching of transformers does."""
 

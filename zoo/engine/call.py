@@ -141,8 +141,14 @@ class RegionCall:
                     result = self._run(module, tuple(positional.values()), kwargs)
         except _NoSymbol as reason:
             # Not everything that takes a number takes a symbol.
+            before = self._lifted, self._sizes, self._own_index, self._learns_sizes, self._varied
             self._lifted, self._sizes, self._own_index, self._learns_sizes = Lifted(), None, None, False
-            result = self._run(module, args, kwargs)
+            self._varied = frozenset()
+            try:
+                result = self._run(module, args, kwargs)
+            except Exception:  # symbols were not the reason
+                self._lifted, self._sizes, self._own_index, self._learns_sizes, self._varied = before
+                raise
             self._warn_once(
                 lifted,
                 f"numbers that differ from block to block, or sizes that vary, cannot be symbols ({reason}): one graph "
@@ -222,6 +228,8 @@ class RegionCall:
             raise  # an error of the model's own, with its line
         except TorchDynamoException as error:
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
+                if str(error).startswith("Observed exception"):
+                    self.module.forward(*args, **kwargs)  # raises the model's own error, with its message
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
         except ConstraintViolationError as error:
