@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -469,6 +470,38 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
     compiled(model, regions=[zoo.Region(Printing, fullgraph=False)])
     with pytest.raises(zoo.BudgetError, match="graph break"), zoo.enforce_budget(model):
         torch.testing.assert_close(model(x), expected)
+
+
+class Processed(Wired):
+    """Counts the arguments of the function that it holds, as the attention of diffusers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.process: Any = Doubling()
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = set(inspect.signature(self.process.__call__).parameters)
+        return self.process(self.linear(x), **{name: 2.0 for name in ("scale",) if name in known})
+
+
+class Doubling:
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Scaling:
+    def __call__(self, x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+
+def test_another_function_in_a_block_is_no_size_that_varies() -> None:
+    model, x = compiled(Sequence(Processed(), Processed()).eval()), torch.randn(2, 4)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", zoo.RegionWarning)
+        expected = model(x)
+        for block in model.blocks:
+            block.process = Scaling()
+        assert model(x).shape == expected.shape
 
 
 class Picky(Wired):

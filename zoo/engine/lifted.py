@@ -130,7 +130,7 @@ class Lifted:
         found: set[str] = set()
         for state in sizes.values():
             for name, entry in state.automatic_dynamic.items():
-                if "._base" in name or name.startswith(own) or name.endswith(".own_index"):
+                if "._base" in name or own in name or name.endswith(".own_index"):
                     continue
                 words = re.sub(r"^L\['(\w+)'\]", r"\1", name)
                 if isinstance(entry.size, tuple):  # of a tensor
