@@ -344,6 +344,28 @@ def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None
     assert sum(graphs_of(model).values()) == expected
 
 
+class Handing(Wired):
+    """Picks from a list or dict, and hands it on."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, x: Tensor, held: Any) -> tuple[Tensor, Any]:
+        return self.linear(x) + held[self.place], held
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_list_or_dict_that_blocks_hand_on_stays_the_callers(kind: type[Any]) -> None:
+    model, x = Sequence(*map(Handing, range(3))).eval(), torch.randn(2, 4)
+    held = kind(enumerate(torch.ones(3, 4))) if kind is dict else list(torch.ones(3, 4))
+    compiled(model)
+    with torch.no_grad():
+        for block in model.blocks:
+            x, given = block(x, held)
+            assert given is held
+
+
 class Placed(Block):
     """Reads or writes its part of what all of them are given."""
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.compat import configured, full_guards, only_compiling
-from zoo.engine.lifted import Lifted, carry_marks, carry_writes, own_items, without_base
+from zoo.engine.lifted import Lifted, as_given, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
 from zoo.engine.traced import note_guards, traced_of, tracing
 
@@ -138,7 +138,7 @@ class RegionCall:
             else:
                 positional = dict(enumerate(args))
                 with own_items(self._own_index, lifted.items, positional, kwargs):
-                    result = self._run(module, tuple(positional.values()), kwargs)
+                    result = as_given(self._run(module, tuple(positional.values()), kwargs))
         except _NoSymbol as reason:
             # Not everything that takes a number takes a symbol.
             before = self._lifted, self._sizes, self._own_index, self._learns_sizes, self._varied

@@ -387,6 +387,7 @@ class OwnItem(list[Any]):
 
     def __init__(self, items: list[Any], own_index: int) -> None:
         super().__init__(items)
+        self.others = items
         self.own_index, self.own = own_index, items[own_index]
 
     def __getitem__(self, index: Any) -> Any:
@@ -466,6 +467,13 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
             _write_back(own, container)
         for tensor in addresses:
             torch._dynamo.mark_static_address(tensor)
+
+
+def as_given(result: Any) -> Any:
+    """What a block returns, with a list or dict that it was given in the place of the one of ``own_items``."""
+    if type(result) is tuple:
+        return tuple([as_given(each) for each in result])
+    return result.others if isinstance(result, OwnItem | OwnEntry) else result
 
 
 # Values that most objects hold, which have no container inside; and what is left as it is.
