@@ -21,6 +21,7 @@ from benchmarks.conformance import MODELS
 from tests.blocks import Block, Sequence, Wired, graphs_of, same_gradients
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import GRAPH_LOG
+from zoo.training import checkpoint_regions
 
 
 def compiled(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -364,6 +365,15 @@ def test_a_list_or_dict_that_blocks_hand_on_stays_the_callers(kind: type[Any]) -
         for block in model.blocks:
             x, given = block(x, held)
             assert given is held
+
+
+def test_the_second_run_of_a_checkpoint_may_compile() -> None:
+    model, x = Sequence(*(Block() for _ in range(3))), torch.randn(2, 4)
+    expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    checkpoint_regions(compiled(model, backend="aot_eager"), Block)
+    loss = model(x).sum()
+    torch.compiler.reset()  # the backward, which no module calls, finds no code
+    torch.testing.assert_close(torch.autograd.grad(loss, [*model.parameters()]), expected)
 
 
 class Placed(Block):

@@ -104,7 +104,9 @@ class Lifted:
 
     def sizes_for(self, module: nn.Module) -> Sizes:
         """What is known of sizes in a block's first call; in training, what an equal block learned before."""
-        *_, outermost = module_calls()
+        outermost = next(reversed([*module_calls()]), None)
+        if outermost is None:  # the second run of a checkpoint, in the backward
+            return self.new_sizes()
         model, tensors = outermost["self"], tensors_of((outermost["args"], outermost["kwargs"]))
         if not module.training or model is module or not tensors:
             return self.new_sizes()
