@@ -137,8 +137,8 @@ class RegionCall:
                 result = self._run(module, args, kwargs)
             else:
                 positional = dict(enumerate(args))
-                with own_items(self._own_index, lifted.items, positional, kwargs):
-                    result = as_given(self._run(module, tuple(positional.values()), kwargs))
+                with own_items(self._own_index, lifted.items, positional, kwargs) as swapped:
+                    result = as_given(self._run(module, tuple(positional.values()), kwargs), swapped)
         except _NoSymbol as reason:
             # Not everything that takes a number takes a symbol.
             before = self._lifted, self._sizes, self._own_index, self._learns_sizes, self._varied

@@ -389,7 +389,6 @@ class OwnItem(list[Any]):
 
     def __init__(self, items: list[Any], own_index: int) -> None:
         super().__init__(items)
-        self.others = items
         self.own_index, self.own = own_index, items[own_index]
 
     def __getitem__(self, index: Any) -> Any:
@@ -445,10 +444,11 @@ class OwnEntry(MutableMapping[int, Any]):
 
 
 @contextmanager
-def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[list[Any]]]:
+def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[tuple[Any, Any]]]:
     """Inside, lists of at least ``items`` items and dicts with int keys hold the item at ``index`` separately.
 
-    They are looked for in the arguments, and in the attributes of objects there. Yields the lists.
+    They are looked for in the arguments, and in the attributes of objects there. Yields what the
+    block gets in their place, with each of them.
     """
     swapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
     addresses = []
@@ -462,7 +462,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
                     # Marked for a graph that only this tensor runs in.
                     torch._dynamo.mark_static_address(tensor, guard=False)
                     addresses.append(tensor)
-        yield [container for _, _, container, _ in swapped if isinstance(container, list)]
+        yield [(own, container) for _, _, container, own in swapped]
     finally:
         for holder, key, container, own in swapped:
             holder[key] = container
@@ -471,11 +471,11 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
             torch._dynamo.mark_static_address(tensor)
 
 
-def as_given(result: Any) -> Any:
+def as_given(result: Any, swapped: list[tuple[Any, Any]]) -> Any:
     """What a block returns, with a list or dict that it was given in the place of the one of ``own_items``."""
     if type(result) is tuple:
-        return tuple([as_given(each) for each in result])
-    return result.others if isinstance(result, OwnItem | OwnEntry) else result
+        return tuple([as_given(each, swapped) for each in result])
+    return next((container for own, container in swapped if own is result), result)
 
 
 # Values that most objects hold, which have no container inside; and what is left as it is.

@@ -155,8 +155,8 @@ def _noting_inputs(
         positional = dict(enumerate(args))
         with contextlib.ExitStack() as own:
             if index is not None:
-                lists = own.enter_context(own_items(index, lifted.items, positional, kwargs))
-                observed.own = [(each, index, each[index]) for each in lists]
+                swapped = own.enter_context(own_items(index, lifted.items, positional, kwargs))
+                observed.own = [(each, index, each[index]) for _, each in swapped if isinstance(each, list)]
             observed.kinds = input_kinds(tuple(positional.values()), kwargs, sizes=sizes)
         observed.running, observed.calls = True, {tuple(id(each) in given for each in tensors_of((args, kwargs)))}
 
