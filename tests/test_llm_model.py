@@ -4,6 +4,7 @@ import copy
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,14 +25,17 @@ from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer, Session
 from zoo.llm.generate import DecodeState, accept, sample
 from zoo.llm.model import _add_linear, token_mask, weight_of
+from zoo.ops import attention
 from zoo.ops.attention import (
     MOST_QUANTIZED_ROWS,
     MOST_ROWS,
     attend,
+    converts_float8,
     decode_attention,
     dequantized,
     few_rows,
     heads_fit,
+    quantized,
     rotate_into,
     split_rotated,
 )
@@ -471,6 +475,20 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
     with torch.no_grad():
         assert few_rows(x, (weight, None))
     assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
+
+
+@pytest.mark.parametrize(("capability", "launched"), [((8, 6), []), ((8, 9), ["_dequantize"])])
+def test_float8_is_read_by_kernels_where_triton_converts_it(
+    capability: tuple[int, int], launched: list[str], gpu: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention, "converts_float8", lambda _: converts_float8(SimpleNamespace(type="cuda")))
+    weight, x = torch.randn(4, 8).half(), torch.randn(1, 8).half()
+    numbers, scale = quantized(weight, torch.float8_e4m3fn)
+    assert few_rows(x, (numbers, scale)) == bool(launched)
+    dequantized(numbers, scale)
+    assert gpu.launches == launched
+    assert few_rows(x, quantized(weight, torch.int8))
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "qkv_bias": True, "qk_norm": False}], ids=str)

@@ -139,7 +139,22 @@ def few_rows(x: Tensor, *weights: Weight) -> bool:
         most = 1  # tensor cores multiply what has fewer bits
     numbers = [weight if scale is None else scale for weight, scale in weights]
     alike = x.shape[0] <= most and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in numbers)
-    return alike and kernels_run(x, *numbers) and not differentiated(x, *numbers)
+    reads = all(_kernels_read(weight) for weight, _ in weights)
+    return alike and reads and kernels_run(x, *numbers) and not differentiated(x, *numbers)
+
+
+def converts_float8(device: torch.device) -> bool:
+    """Whether Triton's kernels read float8_e4m3fn on this device: on NVIDIA's GPUs from 8.9 on."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+# Dynamo calls a marked function instead of tracing it. The GPU does not change, so no guard is needed.
+converts_float8._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _kernels_read(weight: Tensor) -> bool:
+    return weight.dtype != torch.float8_e4m3fn or converts_float8(weight.device)
 
 
 def decode_layer(
@@ -186,7 +201,7 @@ def quantized(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def dequantized(weight: Tensor, scale: Tensor, rows: Tensor | None = None) -> Tensor:
     """The weight that ``quantized`` rounded, [N, C] in the dtype of the scale, or its rows [...]: [..., C]."""
-    if kernels_run(scale):
+    if kernels_run(scale) and _kernels_read(weight):
         return kernels.decode.dequantized(weight, scale, rows)
     if rows is not None:
         weight, scale = weight[rows], scale[rows]
