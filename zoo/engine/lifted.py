@@ -104,9 +104,10 @@ class Lifted:
 
     def sizes_for(self, module: nn.Module) -> Sizes:
         """What is known of sizes in a block's first call; in training, what an equal block learned before."""
-        outermost = next(reversed([*module_calls()]), None)
-        if outermost is None:  # the second run of a checkpoint, in the backward
+        calls = [*module_calls()]
+        if not calls:  # the second run of a checkpoint, in the backward
             return self.new_sizes()
+        outermost = calls[-1]
         model, tensors = outermost["self"], tensors_of((outermost["args"], outermost["kwargs"]))
         if not module.training or model is module or not tensors:
             return self.new_sizes()
@@ -447,8 +448,8 @@ class OwnEntry(MutableMapping[int, Any]):
 def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[tuple[Any, Any]]]:
     """Inside, lists of at least ``items`` items and dicts with int keys hold the item at ``index`` separately.
 
-    They are looked for in the arguments, and in the attributes of objects there. Yields what the
-    block gets in their place, with each of them.
+    They are looked for in the arguments, and in the attributes of objects there. Yields pairs:
+    what the block gets, and the list or dict that it stands for.
     """
     swapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
     addresses = []
@@ -472,7 +473,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
 
 
 def as_given(result: Any, swapped: list[tuple[Any, Any]]) -> Any:
-    """What a block returns, with a list or dict that it was given in the place of the one of ``own_items``."""
+    """A block's result, where what ``own_items`` gave it is again the list or dict that it stands for."""
     if type(result) is tuple:
         return tuple([as_given(each, swapped) for each in result])
     return next((container for own, container in swapped if own is result), result)

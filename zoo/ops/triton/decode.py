@@ -257,24 +257,21 @@ def _linear_rows(
     column = tl.arange(0, BLOCK_C)
     if PARTS > 1:
         column = tl.arange(0, PARTS)[:, None] * SPAN + column[None, :]
-        place = weight + (row * C)[None, :, None] + column[:, None, :]
-        given = x + (m * C)[None, None, :] + column[:, :, None]
+        of_weight, there, across = row[None, :, None], live[None, :, None], column[:, None, :]
+        of_x, down = m[None, None, :], column[:, :, None]
         total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
     else:
-        place = weight + (row * C)[:, None] + column[None, :]
-        given = x + (m * C)[None, :] + column[:, None]
+        of_weight, there, across = row[:, None], live[:, None], column[None, :]
+        of_x, down = m[None, :], column[:, None]
         total = tl.zeros([TILE, SLOTS], tl.float32)
+    place = weight + of_weight * C + across
+    given = x + of_x * C + down
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for begin in tl.range(0, SPAN, BLOCK_C, num_stages=STAGES):
-        inside = column + begin < C
-        if PARTS > 1:
-            numbers = tl.load(place + begin, mask=live[None, :, None] & inside[:, None, :], other=0.0)
-            value = tl.load(given + begin, mask=(m < M)[None, None, :] & inside[:, :, None], other=0.0)
-        else:
-            numbers = tl.load(place + begin, mask=live[:, None] & inside[None, :], other=0.0)
-            value = tl.load(given + begin, mask=(m < M)[None, :] & inside[:, None], other=0.0)
+        numbers = tl.load(place + begin, mask=there & (across + begin < C), other=0.0)
+        value = tl.load(given + begin, mask=(of_x < M) & (down + begin < C), other=0.0)
         total = tl.dot(numbers.to(value.dtype), value, total, input_precision="ieee")
     result = tl.sum(total, 0) if PARTS > 1 else total
     if scale is not None:
@@ -296,8 +293,8 @@ def _linear_rows(
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
-# From so many rows of features on, weights of so many rows are read in tiles of 64, so that fewer programs read the
-# features.
+# With at least so many rows of features, a weight of at least so many rows is read in tiles of 64: fewer programs then
+# read the features.
 WIDE_ROWS, WIDE_WEIGHT = 17, 8192
 
 
