@@ -228,10 +228,13 @@ def _notes(starts: Sequence[Start]) -> list[str]:
         most = {name: max(each.compiled[name] for each in loaded) for name in loaded[0].compiled}
         compiled = ", ".join(f"{count} {name}" for name, count in most.items() if count)
         equal = {each.output for each in loaded} == {saver.processes[0].output}
+        eager = [start for start in starts if start.case.impl == "zoo" and start.case.strategy == "eager"]
         notes += [
             f"Processes with artifacts {f'compiled: {compiled}' if compiled else 'traced and compiled nothing'}.",
             f"Their outputs are {'' if equal else 'not '}bit-equal to those of the process that saved.",
         ]
+        if not equal and any(len({each.output for each in start.processes}) > 1 for start in eager):
+            notes.append("Those of two uncompiled processes differ as well.")
     return notes
 
 

@@ -19,7 +19,7 @@ from benchmarks import deploy, families
 from benchmarks.cli import UsageError, run_command
 from benchmarks.families.base import Prepared
 from benchmarks.plan import Case
-from benchmarks.record import ARTIFACTS, EMPTY, Process, Rows, Saved, Start, Store, load
+from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Process, Rows, Saved, Start, Store, load
 from benchmarks.report.docs import Spec, make_table
 from benchmarks.run import main
 from benchmarks.strategies import Trainer
@@ -116,6 +116,7 @@ def rows(*loaded: Process) -> Rows:
     starts = [
         Start(case=MEASURED, source=EMPTY, processes=[process(12.0, graphs=3)], saved=saved),
         Start(case=MEASURED, source=ARTIFACTS, processes=list(loaded)),
+        Start(case=replace(MEASURED, strategy="eager"), source=FILLED, processes=[process(0.5), process(0.5, "other")]),
         Start(case=replace(MEASURED, impl="upstream"), source=EMPTY, reason="no memory"),
     ]
     return Rows([], ENVIRONMENTS, starts=[replace(each, command="do it", environment="e1") for each in starts])
@@ -126,9 +127,10 @@ def test_the_table_shows_medians_their_spread_what_was_compiled_and_whether_outp
     cells = "2.50 s | – | 0.50 s | – | 0.20 s | – | 3.20 s (3.10 to 3.50) | 1.50 ms | 0.250 ms"
     assert f"| zoo regional, artifacts | {cells} |" in text.splitlines()
     assert "3.00 MiB: 2 direct, 1 inductor." in text and "upstream regional, empty caches: no memory." in text
-    assert "traced and compiled nothing. Their outputs are bit-equal" in text and "```sh\ndo it\n```" in text
+    assert "traced and compiled nothing. Their outputs are bit-equal to those of the process that saved. NV" in text
+    assert "```sh\ndo it\n```" in text
     text = make_table(Spec.parse("startup model=bert-base gpu='NVIDIA H200'"), rows(process(1.0, "other", graphs=2)))
-    assert "compiled: 2 graphs. Their outputs are not bit-equal" in text
+    assert "compiled: 2 graphs. Their outputs are not bit-equal" in text and "uncompiled processes differ as" in text
     text = make_table(Spec.parse("startup model=bert-large family=bert"), rows())
     assert "No rows measured yet; run `python -m benchmarks.deploy --family bert --model bert-large`" in text
 

@@ -22,8 +22,8 @@ HEADLINE = (
 )  # fmt: skip
 BRIEF = ("model, input", "ms: theirs / ours", "times faster", "cold s: theirs / ours")
 FRONT = (
-    "model, input", "cold s: whole / theirs / ours", "new process s: theirs / ours", "ms a call: theirs / ours",
-    "times faster",
+    "model, input", "cold s: whole / theirs / ours", "warm s: whole / theirs / ours", "new process s: theirs / ours",
+    "ms a call: theirs / ours", "times faster",
 )  # fmt: skip
 # {input: the input on which its new processes are measured}: for decoding, a whole answer.
 STARTED_ON = {"decode-1x1024": "answer-1x2048"}
@@ -314,12 +314,14 @@ def front(first: Mapping[str, MeasuredRace | None], starts: Iterable[Start]) -> 
     missing, rows = "not measured", []
     totals = {(start.case.model, start.case.input, start.arm): start.total for start in starts if start.processes}
     for name, race in first.items():
-        figures = [missing] * 4
+        figures = [missing] * 5
         if race is not None:
             where = race.case.model, STARTED_ON.get(race.case.input, race.case.input)
             arms = f"upstream eager, {EMPTY}", f"zoo regional + CUDA graph, {ARTIFACTS}"
             seconds = [significant(totals.get((*where, arm))) for arm in arms]
-            figures = [_colds(compiled_arms(race), missing), " / ".join(seconds)]
+            compiled = compiled_arms(race)
+            warms = [arm.warm.seconds if arm and arm.warm else None for arm in compiled]
+            figures = [_colds(compiled, missing), _joined(warms, NOTHING), " / ".join(seconds)]
             figures += [_calls((race.best, race.ours), missing), _times_faster(race, race.ours, missing)]
         rows.append([name, *figures])
     return list(FRONT), rows
