@@ -257,6 +257,9 @@ BY_HAND: list[tuple[Make, Any, str]] = [
             (lambda module: module.train().norms[0].eval(), r"norms\.0 has training=False, .* put all of it in one"),
             (lambda module: module.convs[0].register_forward_hook(print), r"convs\.0 has a hook, .* remove it first"),
             (lambda module: module.register_forward_hook(print), "the model itself has a hook"),
+            (lambda module: module.convs[0].register_message_forward_hook(print), r"convs\.0 has a hook"),
+            (lambda module: module.convs[0].register_full_backward_hook(print), r"convs\.0 has a hook"),
+            (("convs.0", "message", print), r"convs\.0 has a message of its own in place of its class's"),
             (("convs.0", "lin", nn.Sequential(nn.Linear(8, 8))), r"convs\.0\.lin='Sequential'"),
             (
                 lambda module: setattr(module.norms[1].module, "weight", module.norms[0].module.weight),

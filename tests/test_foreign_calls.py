@@ -415,6 +415,71 @@ def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(h
     assert graphs_of(model) == {"Placed": needed + more}
 
 
+class Remembering(Wired):
+    """Overwrites what it learns from: a buffer or its input, before or after it reads it, or a copy."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.full((4,), 0.5))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.norm(self.linear(x)))
+        if self.how == "reads after":
+            return y * self.mean.add_(1)
+        if self.how == "reads a copy":
+            before = self.mean.clone()
+            self.mean.mul_(0.5)
+            return y * before
+        if self.how == "reads a clone of its input":
+            before = x.clone()
+            x.mul_(0.5)
+            return x + torch.tanh(self.linear(before)) * before
+        with torch.no_grad():
+            self.mean.lerp_(x.abs().mean(0), 0.1)
+        return y / self.mean
+
+
+@pytest.mark.parametrize("how", ["reads after", "reads a copy", "reads a clone of its input", "averages"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_block_learns_from_what_it_overwrites_as_uncompiled(how: str, backend: str) -> None:
+    eager = Sequence(*(Remembering(how) for _ in range(3)))
+    model = compiled(copy.deepcopy(eager), regions=[Remembering], backend=backend)
+    for each in (eager, model):
+        torch.manual_seed(0)
+        for _ in range(2):
+            each(torch.randn(6, 4)).square().sum().backward()
+    same_gradients(model, eager, rtol=1e-4, atol=1e-5)
+    for name, expected in eager.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), expected)
+
+
+class Detached(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.detach())
+
+
+def test_a_block_whose_output_is_detached_has_no_gradient() -> None:
+    model = compiled(Sequence(*(Detached() for _ in range(3))), backend="inductor")
+    model(torch.randn(2, 4)).sum().backward()
+    assert [block.linear.weight.grad is None for block in model.blocks] == [True, True, False]
+
+
+def test_transforms_and_forward_mode_run_uncompiled() -> None:
+    model, x = Sequence(*(Block() for _ in range(3))), torch.randn(2, 4)
+    expected = torch.func.jvp(model, (x,), (x,)), torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
+    compiled(model)
+    with torch.no_grad():
+        model(x)
+        assert graphs_of(model) == {"Block": 1}
+        found = torch.func.jvp(model, (x,), (x,)), torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x)
+        torch.testing.assert_close(found, expected)
+        with torch.autograd.forward_ad.dual_level():
+            dual = model(torch.autograd.forward_ad.make_dual(x, x))
+            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected[0][1])
+
+
 class Growing(Block):
     def __init__(self) -> None:
         super().__init__(4)

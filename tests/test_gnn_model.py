@@ -264,6 +264,30 @@ def test_convolutions_take_rectangular_graphs() -> None:
     assert rootless((torch.randn(5, 12), torch.empty(2, 0)), rectangular).shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda: GCNConv(4, 6), lambda: GCNConv(6, 4), lambda: GATConv(4, 3, heads=2), lambda: SAGEConv(4, 6)),
+        *(lambda: GATConv((4, 3), 3, residual=True), lambda: SAGEConv(6, 4), lambda: SAGEConv((4, 3), 6)),
+        *(lambda: SAGEConv(4, 6, aggr="max"), lambda: SAGEConv(6, 4, project=True, root_weight=False)),
+    ],
+)
+def test_a_product_with_a_hook_is_called(make: Callable[[], Any]) -> None:
+    conv, edges = make(), torch.tensor([[0, 1, 2, 2], [1, 1, 0, 1]])
+    for name, layer in conv.named_children():
+        widths = [each.in_features for each in conv.children()]
+        x = torch.randn(3, widths[0]) if len(set(widths)) == 1 else (torch.randn(3, 4), torch.randn(2, 3))
+        before = conv(x, edges)
+        layer.register_forward_hook(lambda layer, x, out: 2 * out)
+        found = conv(x, edges)
+        layer._forward_hooks.clear()
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight *= 2
+        torch.testing.assert_close(found, conv(x, edges), msg=lambda text, name=name: f"{name}: {text}")
+        assert not torch.allclose(found, before), name
+
+
 def test_prepared_once_and_let_go_with_the_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     original = CSRGraph.from_edge_index.__func__

@@ -102,6 +102,24 @@ def test_a_replaced_product_is_called(name: str) -> None:
         assert not torch.allclose(found, before)
 
 
+@pytest.mark.parametrize("name", ["unet-debug", "unet-xl-debug"])
+@pytest.mark.parametrize("end", ["proj_in", "proj_out"])
+def test_a_projection_with_a_hook_is_called(name: str, end: str) -> None:
+    model = zoo.create(name)
+    given, layers = zoo.example_inputs(model), [part for path, part in model.named_modules() if path.endswith(end)]
+    with torch.inference_mode():
+        before = model(**given).sample
+        for layer in layers:
+            layer.register_forward_hook(lambda layer, x, out: 2 * out)
+        found = model(**given).sample
+        for layer in layers:
+            layer._forward_hooks.clear()
+            layer.weight *= 2
+            layer.bias *= 2
+        torch.testing.assert_close(found, model(**given).sample)
+    assert not torch.allclose(found, before)
+
+
 def images(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
     drawn = torch.randn(*shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
     return drawn.requires_grad_(grad)

@@ -6,6 +6,7 @@ Upstream libraries are imported inside the functions of a :class:`WeightMap`, ne
 """
 
 import dataclasses
+import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -356,6 +357,10 @@ def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, whose: str)
             unsupported(whose, name, found, f"expected {expects}; convert an unchanged model")
 
 
+# A module's own hooks, and torch-geometric's around the steps of message passing.
+_HOOKS = re.compile(r"(forward|backward)(_pre)?_hooks$")
+
+
 def refuse_lost(module: nn.Module) -> None:
     """Refuse a model with what its conversion would lose: parts in another mode, hooks, gradient checkpointing."""
     for path, part in module.named_modules():
@@ -365,11 +370,15 @@ def refuse_lost(module: nn.Module) -> None:
         if part.training != module.training and acts:
             why = "the model has another mode; put all of it in one first"
             raise ValueError(f"{where} has training={part.training}, which would be lost: {why}")
-        if part._forward_hooks or part._forward_pre_hooks or has_library_hook(part):
+        lost = [name for name, held in vars(part).items() if held and _HOOKS.search(name)]
+        if lost or has_library_hook(part):
             remedy = "convert before it is set, or remove it first, as pipe.remove_all_hooks() does"
             raise ValueError(
                 f"{where} has a hook, as for offloading or casting by layer, which would be lost: {remedy}"
             )
+        own = [name for name in vars(part) if inspect.isfunction(getattr(type(part), name, None))]
+        if own and own != ["propagate"]:  # which torch-geometric replaces for decomposed layers
+            raise ValueError(f"{where} has a {own[0]} of its own in place of its class's, which would be lost")
         if getattr(part, "gradient_checkpointing", False):
             remedy = "switch it off, and call zoo.training.checkpoint_regions on the converted model"
             raise ValueError(f"{where} has gradient_checkpointing=True, which would be lost: {remedy}")

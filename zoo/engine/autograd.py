@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Function = Callable[..., Any]
 
@@ -179,3 +182,60 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node of single operators views another tensor, perhaps as one of several."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and isinstance(source.target, torch._ops.OpOverload) and source.target.is_view
+
+
+# A copy that AOTAutograd does not compute again in the backward, and that Inductor does not leave out.
+_COPY = "zoo_engine::copy_of_input"
+torch.library.define(_COPY, "(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+torch.library.impl(_COPY, "default", torch.clone)
+torch.library.register_fake(_COPY, torch.empty_like)
+torch.library.register_autograd(_COPY, lambda ctx, grad: grad)
+
+
+def copy_overwritten_inputs(graph: fx.GraphModule) -> None:
+    """Let a graph that learns work on copies of inputs that it overwrites and learns from.
+
+    AOTAutograd computes again in the backward what the forward computed from such an input, and by then it holds
+    another value; Inductor leaves out clones of it. Both give wrong gradients without an error, in torch 2.11 to 2.15.
+    """
+    inputs = graph.graph.find_nodes(op="placeholder")
+    overwritten = [node for node in inputs if _is_overwritten(node)] if any(map(_learns, inputs)) else []
+    (output,) = graph.graph.find_nodes(op="output")
+    for node in overwritten:
+        with graph.graph.inserting_after(inputs[-1]):
+            copy = graph.graph.call_function(torch.ops.zoo_engine.copy_of_input.default, (node,))
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        with graph.graph.inserting_before(output):
+            last = graph.graph.call_method("copy_", (node, copy))
+        copy.meta["example_value"] = last.meta["example_value"] = node.meta["example_value"]
+    if overwritten:
+        graph.recompile()
+
+
+def _is_overwritten(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or not value._version or is_traceable_wrapper_subclass(value):
+        return False
+    if value.requires_grad:  # AOTAutograd overwrites it after the graph has run
+        return any(user.target in ("clone", torch.clone) for user in node.users)
+    return _is_learned_from(node)
+
+
+def _is_learned_from(node: fx.Node) -> bool:
+    """Whether an operation with a gradient reads an input or what is computed from it; running statistics are not."""
+    seen, todo = {node}, [node]
+    while todo:
+        read = todo.pop()
+        for user in read.users:
+            statistics = user.target in (F.batch_norm, F.instance_norm) and read in user.args[1:3]
+            if _learns(user) and not statistics:
+                return True
+            if user not in seen and not statistics:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _learns(node: fx.Node) -> bool:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(each, Tensor) and each.requires_grad for each in leaves)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.compat import configured, full_guards, only_compiling
@@ -124,7 +125,7 @@ class RegionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code on the arguments of ``module.forward``."""
         module = self.module
-        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() or is_transformed():
             # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors).
             return module._call_impl(*args, **kwargs)
         # FSDP2 replaces the class. Read here, since every call would pay for a function that reads it.
@@ -364,6 +365,11 @@ def _hooks_of(module: nn.Module) -> Any:
     return forward or module._backward_hooks or module._backward_pre_hooks
 
 
+def is_transformed() -> bool:
+    """Whether torch.func or forward mode is active: Dynamo compiles nothing there, and its code has no tangents."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def has_stance() -> bool:
     """Whether a stance of the compiler forces eager code or another backend. Other stances run compiled code."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -503,7 +509,10 @@ def outermost_call(module: nn.Module) -> Any:
 
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let ``module(...)`` run ``call``; None makes the module eager."""
-    module._compiled_call_impl = call
+    if call is None:
+        module.__dict__.pop("_compiled_call_impl", None)  # what torch.jit.script finds there it would compile
+    else:
+        module._compiled_call_impl = call
 
 
 def call_of(module: nn.Module, kind: type[Call]) -> Call | None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zoo.engine.autograd import differentiable_once, is_view, trace_halves
+from zoo.engine.autograd import copy_overwritten_inputs, differentiable_once, is_view, trace_halves
 from zoo.engine.lifted import take_other_floats_for_constants
 from zoo.engine.traced import Traced
 
@@ -71,6 +71,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
             Traced(model_, product=run)
             return run
         take_other_floats_for_constants(model_)
+        copy_overwritten_inputs(model_)
         inductor = self
         if any(free_unbacked_symbols(node.meta.get("example_value")) for node in model_.graph.nodes):
             # Sizes that depend on data get their names in a backward where they are asserted.
@@ -504,6 +505,8 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
         @staticmethod
         @differentiable_once
         def backward(ctx: Any, *grads: Any) -> Any:
+            if not any(grad is not None for grad in grads):  # as the gradient of a detached copy
+                return (None,) * len(ctx.needs_input_grad)
             gradients = zip(grads, ctx.layouts, read, strict=False)
             laid_out = (_laid_out(grad, *layout) if is_read else None for grad, layout, is_read in gradients)
             given = [*laid_out, *ctx.saved_tensors, *ctx.numbers]
@@ -511,13 +514,9 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
             with torch._C._DisableAutocast():
                 return backward(given)
 
-    # Torch's own apply looks in every argument for what a transform of torch.func left there, and refuses inside one.
+    # Torch's own apply looks in every argument for what a transform of torch.func left there.
     in_c = super(torch.autograd.Function, Function).apply
-
-    def apply(*args: Any) -> Any:
-        return (Function.apply if torch._C._are_functorch_transforms_active() else in_c)(*args)
-
-    return apply
+    return lambda *args: in_c(*args)
 
 
 def _laid_out(grad: Tensor | None, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

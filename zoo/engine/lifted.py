@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from zoo.engine.autograd import copy_overwritten_inputs
 from zoo.engine.compat import configured
 from zoo.engine.signature import Attribute, numbers_in, structure
 
@@ -298,6 +299,7 @@ class Checked:
     def __call__(self, graph: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """Compile a graph."""
         take_other_floats_for_constants(graph)
+        copy_overwritten_inputs(graph)
         return self.backend(graph, inputs, **options)
 
 

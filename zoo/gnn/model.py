@@ -116,6 +116,8 @@ class GCNConv(_Conv):
         ``relu`` comes last. Without gradients the preceding kernel applies it.
         """
         graph = self._tensors(graph, edge_weight, x, self.lin)
+        if not is_unmodified(self.lin):  # has an adapter or a hook
+            return sum_neighbours(self.lin(x), graph, bias=self.bias, relu=relu)
         if self.aggregate_first:
             return _linear(sum_neighbours(x, graph), self.lin.weight, self.bias, relu)
         table = _product(x, self.lin.weight)
@@ -160,7 +162,8 @@ class SAGEConv(_Conv):
         sources, root = x if isinstance(x, tuple) else (x, x)
         weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
-        if self.in_one and self.lin_r is not None and isinstance(x, Tensor):
+        whole = is_unmodified(self.lin_l)  # without an adapter or a hook
+        if whole and self.in_one and self.lin_r is not None and is_unmodified(self.lin_r) and isinstance(x, Tensor):
             weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
                 # With fewer destinations than sources, a product before the sum would compute unneeded rows.
@@ -173,7 +176,9 @@ class SAGEConv(_Conv):
         else:
             if self.lin is not None:
                 sources = self.lin(sources).relu()
-            if self.aggregate_first:
+            if not whole:
+                out, bias = self.lin_l(aggregate(sources, graph)), None
+            elif self.aggregate_first:
                 out = F.linear(aggregate(sources, graph), weight)
             else:
                 out = aggregate(F.linear(sources, weight), graph)
@@ -239,7 +244,11 @@ class GATConv(_Conv):
         # Scores are linear in the features, so a product of the weights computes features and scores in one pass. In
         # TF32 the scores differ from torch-geometric's by 1e-4, with the same error.
         weight, a_destination = of_sources.weight, None
-        if isinstance(x, Tensor) and of_own is of_sources:
+        if not (is_unmodified(of_sources) and is_unmodified(of_own)):  # has an adapter or a hook
+            table = of_sources(sources)
+            a_destination = _scores(table if own is sources and of_own is of_sources else of_own(own), self.att_dst)
+            table = torch.cat([table, _scores(table, self.att_src)], dim=1)
+        elif isinstance(x, Tensor) and of_own is of_sources:
             table = F.linear(x, torch.cat([weight, _score_weights(weight, self.att_src, self.att_dst)]))
         else:
             table = F.linear(sources, torch.cat([weight, _score_weights(weight, self.att_src)]))
@@ -254,6 +263,11 @@ class GATConv(_Conv):
             return out
         out = add_bias(out + self.res(own[: out.shape[0]] if out.shape[0] < own.shape[0] else own), self.bias)
         return out.relu() if relu else out
+
+
+def _scores(x: Tensor, vector: Tensor) -> Tensor:
+    """Every head's scores of features [N, H C] for a vector [1, H, C]: [N, H]."""
+    return (x.unflatten(1, vector.shape[1:]) * vector).sum(-1)
 
 
 def _score_weights(weight: Tensor, *vectors: Tensor) -> Tensor:

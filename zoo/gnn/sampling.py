@@ -69,10 +69,15 @@ class SampledBatch(NamedTuple):
         return pytree.tree_map_only(Tensor, Tensor.pin_memory, self)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The seeds' labels [B, ...] from the labels of all nodes; padding gets -100, which torch's losses ignore.
+        """The seeds' classes [B] from those of all nodes; padding gets -100, which ``F.cross_entropy`` ignores.
 
-        IndexError if ``labels`` are not those of all nodes.
+        TypeError for others than integers, as targets of a regression, for which no value is ignored: take
+        ``labels[batch.seeds]`` where ``batch.seeds >= 0``, and the same rows of the output. IndexError if ``labels``
+        are not those of all nodes.
         """
+        if labels.dtype not in validate.INTEGERS:
+            rows = "labels[batch.seeds[real]] against output[real], with real = batch.seeds >= 0"
+            raise TypeError(f"labels are {labels.dtype}, and losses ignore -100 among integers alone: {rows}")
         missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
         return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
 
