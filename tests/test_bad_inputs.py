@@ -374,6 +374,10 @@ def models() -> list[Refusal]:
         (lambda: zoo.create("gcn-debg"), "did you mean 'gcn-debug'"),
         (partial(gcn, hiden_channels=3), "no option 'hiden_channels', did you mean 'hidden_channels'"),
         (partial(gcn, dtype=torch.int64), "floating-point"),
+        (partial(gcn, dropout="a"), r"dropout is 'a', expected a value like 0\.", TypeError),
+        (partial(gcn, dropout=None), "dropout is None, expected a probability"),
+        (partial(gcn, weights={"a": X}), r"weights are a dict, expected a file.*load_state_dict", TypeError),
+        (lambda: zoo.create(["gcn-debug"]), r"name is a list, expected a name of zoo\.list_models", TypeError),
         (partial(gcn, dtype="float16"), r"dtype is 'float16', but parameters need a floating-point torch\.dtype"),
         *(
             (
@@ -394,6 +398,7 @@ def models() -> list[Refusal]:
                 ("resnet-debug", {"batch": 0}, "batch is 0"),
                 ("unet-debug", {"size": 10}, "size divisible by 4"),
                 ("gcn-debug", {"num_nodes": 0}, "num_nodes is 0, expected a positive integer"),
+                ("gcn-debug", {"num_edges": -3}, "num_edges is -3, expected an integer of at least 0"),
             )
         ),
     ]

@@ -128,6 +128,8 @@ def test_static_arguments_are_not_copied(device: str) -> None:
     assert cache[0] == 2
     with pytest.raises(ValueError, match="static argument 1 is another object"):
         step(x, cache.clone())
+    with pytest.raises(ValueError, match="static argument 1 is missing"):
+        step(x, cache=cache)
     named = zoo.cuda_graph(fn, (x,), {"cache": cache}, static=("cache",))
     named(x, cache=cache)
     for wrong in (2, -1, "chache"):

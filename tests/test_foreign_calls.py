@@ -530,7 +530,15 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
     for inputs in (None, {"x": x}):
         (obstacle,) = zoo.find_regions(model, kwargs=inputs).obstacles
         assert "forward reads name" in str(obstacle) and "one graph per layer, 3 in total" in str(obstacle)
-    compiled(model, backend=backend)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", zoo.RegionWarning)
+        compiled(model, backend="eager", args=(x,))
+        with zoo.enforce_budget(model):  # as many as the call has shown
+            model(x)
+        compiled(zoo.uncompile(model), backend="eager")
+        with pytest.raises(zoo.BudgetError, match="recompiled for a signature"), zoo.enforce_budget(model):
+            model(x)
+    compiled(zoo.uncompile(model), backend=backend)
     with torch.no_grad(), pytest.warns(zoo.RegionWarning, match="2 graphs compiled for .* where one would do: .*name"):
         expected = model(x)
     assert graphs_of(model) == {"Naming": 3}

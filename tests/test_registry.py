@@ -153,9 +153,10 @@ def test_weights_that_a_smaller_dtype_cannot_hold_or_that_hold_code_are_named(tm
         with pytest.raises(ValueError, match=r"evil\.pt refers to posix\.mkdir; .* as \.safetensors"):
             zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
     assert not (tmp_path / "made").exists()
-    (tmp_path / "evil.pt").write_bytes(b"garbage" * 20)
-    with pytest.raises(ValueError, match=r"evil\.pt cannot be unpickled"):
-        zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
+    for junk in (b"garbage" * 20, b"e\x05junk"):
+        (tmp_path / "evil.pt").write_bytes(junk)
+        with pytest.raises(ValueError, match=r"evil\.pt cannot be unpickled"):
+            zoo.create("gcn-debug", weights=tmp_path / "evil.pt")
 
 
 class Payload:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import importlib
 import json
+import os
 import pickle
 import re
 import tempfile
@@ -48,6 +49,9 @@ def locate(source: str | Path, patterns: Sequence[str] = ("*.safetensors", "*.js
 
     FileNotFoundError if a path does not exist, or the hub does not give the files.
     """
+    if not isinstance(source, str | os.PathLike):
+        what = f"weights are a {type(source).__name__}, expected a file, a folder or a hub id"
+        raise TypeError(f"{what}: tensors go into a model by model.load_state_dict(...)")
     path, name = Path(source), str(source)
     if path.exists():
         return path
@@ -158,7 +162,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         # Files in the format from before torch 1.6, which are no zip files, cannot be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, LookupError, EOFError) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
             f"{file} {f'refers to {named[1]}' if named else 'cannot be unpickled'}; nothing in it was run: only "

@@ -92,6 +92,8 @@ def create(
     Warns:
         WeightsWarning: If a tensor of ``weights`` is NaN or infinite; the message names it.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"name is a {type(name).__name__}, expected a name of zoo.list_models()")
     family = next((each for each in _FAMILIES.values() if name in each.presets), None)
     if family is None:
         known = list_models()
@@ -99,9 +101,11 @@ def create(
         raise ValueError(f"no model {name!r}{hint}; zoo.list_models() or `zoo list` names all {len(known)}")
     config = family.presets[name]
     fields = [field.name for field in dataclasses.fields(config) if field.init]
-    for key in overrides:
+    for key, value in overrides.items():
         if key not in fields:
             raise ValueError(f"{name} has no option {key!r}{did_you_mean(key, fields)}; it has {', '.join(fields)}")
+        if isinstance(value, str) and isinstance(number := getattr(config, key), int | float):
+            raise TypeError(f"{key} is {value!r}, expected a value like {number!r}")
     config = dataclasses.replace(config, **overrides)
     check_dtype(dtype)
     # Tensors that inference mode makes could not be trained; a model outlives the mode that it was built in.

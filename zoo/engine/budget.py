@@ -135,11 +135,16 @@ def _not_loaded(plan: Plan, new: list[Entry]) -> Iterator[str]:
 def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:
     seen: set[Hashable] = set()
     choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
-    for entry in GRAPH_LOG.of(plan.log_id):
+    entries = GRAPH_LOG.of(plan.log_id)
+    graphs = Counter((entry.region, entry.mode, entry.model_inputs) for entry in entries if entry.graphs)
+    for entry in entries:
         if not entry.graphs or entry.varied or place_of_break(entry.compile_id):
             continue  # the rest after a break is told with its place
         key, remedy, cls = entry.key, "", entry.region
         if not plan.report.declared:
+            announced = plan.region_of(entry.name).graphs_needed if plan.by_call else 0
+            if graphs[cls, entry.mode, entry.model_inputs] <= announced:
+                continue
             if plan.region_of(entry.name).region.graphs is not None:
                 continue  # counted against that
             # Code mostly branches on a rate of zero.

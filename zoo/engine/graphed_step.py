@@ -163,7 +163,9 @@ class GraphedStep:
         """Leaves without the static arguments, which must be the very objects of the first call."""
         given = by_place(args, kwargs)
         for place, value in self._static.items():
-            if place not in given or given.pop(place) is not value:
+            if place not in given:
+                raise ValueError(f"static argument {place!r} is missing: give it in the place in which it was captured")
+            if given.pop(place) is not value:
                 raise ValueError(
                     f"static argument {place!r} is another object than the one captured; capture again, or leave it "
                     "out of static= to have it copied in"

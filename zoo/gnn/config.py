@@ -45,7 +45,7 @@ class GNNConfig:
     def __post_init__(self) -> None:
         validate.positive(self, "in_channels", "hidden_channels", "num_layers")
         validate.positive(self, "out_channels", or_none=True)
-        if not 0.0 <= self.dropout <= 1.0:
+        if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout <= 1.0:
             raise ValueError(f"dropout is {self.dropout!r}, expected a probability, 0 to 1")
         validate.one_of(self, "jk", (None, "last", "cat", "max"))
 

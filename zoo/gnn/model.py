@@ -160,9 +160,10 @@ class SAGEConv(_Conv):
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]. ``relu`` as for ``GCNConv``."""
         graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
         sources, root = x if isinstance(x, tuple) else (x, x)
-        weight, bias, fewer = self.lin_l.weight, self.lin_l.bias, graph.rowptr.shape[0] <= root.shape[0]
+        weight, fewer = self.lin_l.weight, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
         whole = is_unmodified(self.lin_l)  # without an adapter or a hook
+        bias = self.lin_l.bias if whole else None
         if whole and self.in_one and self.lin_r is not None and is_unmodified(self.lin_r) and isinstance(x, Tensor):
             weights, last = (weight, self.lin_r.weight), relu and not self.normalize
             if self.aggregate_first or fewer:
@@ -177,7 +178,7 @@ class SAGEConv(_Conv):
             if self.lin is not None:
                 sources = self.lin(sources).relu()
             if not whole:
-                out, bias = self.lin_l(aggregate(sources, graph)), None
+                out = self.lin_l(aggregate(sources, graph))
             elif self.aggregate_first:
                 out = F.linear(aggregate(sources, graph), weight)
             else:
@@ -522,6 +523,7 @@ def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, see
     There are no self-loops (except with a single node), so that all seeds give prepared graphs of one shape.
     """
     validate.count("num_nodes", num_nodes)
+    validate.count("num_edges", num_edges, 0)
     weight = next(model.parameters())
     on_cpu: dict[str, Any] = {"generator": validate.seeded(seed), "device": "cpu"}
     x = torch.randn(num_nodes, model.config.in_channels, dtype=torch.float32, **on_cpu)
