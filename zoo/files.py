@@ -162,7 +162,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         # Files in the format from before torch 1.6, which are no zip files, cannot be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except (pickle.UnpicklingError, LookupError, EOFError) as error:
+    except (pickle.UnpicklingError, LookupError) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
             f"{file} {f'refers to {named[1]}' if named else 'cannot be unpickled'}; nothing in it was run: only "
