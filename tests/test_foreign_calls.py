@@ -577,6 +577,19 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
         torch.testing.assert_close(model(x), expected)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("dense", [False, True], ids=["at first", "after a dense call"])
+def test_a_nested_tensor_is_refused_with_a_remedy(dense: bool) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3).eval()
+    compiled(model)
+    x, padding = torch.randn(2, 3, 8), torch.tensor([[False, False, True]] * 2)
+    with torch.no_grad():
+        if dense:
+            model(x)
+        with pytest.raises(zoo.RegionError, match=r"NestedTensor.* once its use_nested_tensor is False"):
+            model(x, src_key_padding_mask=padding)
+
+
 class Processed(Wired):
     """Counts the arguments of the function that it holds, as the attention of diffusers does."""
 

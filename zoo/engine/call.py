@@ -189,7 +189,10 @@ class RegionCall:
             module.__dict__.pop("forward", None)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entries = self.entries.get(_shapes(args)) if self.entries else None
+        try:
+            entries = self.entries.get(_shapes(args)) if self.entries else None
+        except RuntimeError as error:  # a nested tensor has no shape, and Dynamo's guards would end the process
+            raise RegionError(self._cannot_compile(error)) from error
         if entries is not None and not self._needs_dynamo(module):
             arguments = self._bind(module, args, kwargs)
             for guards, run, _ in entries:
