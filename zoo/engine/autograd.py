@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -222,17 +221,14 @@ def _is_overwritten(node: fx.Node) -> bool:
 
 
 def _is_learned_from(node: fx.Node) -> bool:
-    """Whether an operation with a gradient reads an input or what is computed from it; running statistics are not."""
+    """Whether an operation with a gradient reads an input, or what is computed from it."""
     seen, todo = {node}, [node]
     while todo:
-        read = todo.pop()
-        for user in read.users:
-            statistics = user.target in (F.batch_norm, F.instance_norm) and read in user.args[1:3]
-            if _learns(user) and not statistics:
-                return True
-            if user not in seen and not statistics:
-                seen.add(user)
-                todo.append(user)
+        new = todo.pop().users.keys() - seen
+        if any(map(_learns, new)):
+            return True
+        seen |= new
+        todo += new
     return False
 
 
