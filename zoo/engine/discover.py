@@ -353,7 +353,8 @@ def nothing_repeats(model: nn.Module) -> str:
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
         return f"what repeats in it ({names}) is too small or too varied to gain by regions; use torch.compile(model)"
-    reason = "no block repeats: no class but those of torch.nn occurs twice with weights of the same shapes"
+    alike = "occurs twice with weights of the same shapes and requires_grad"
+    reason = f"no block repeats: no class but those of torch.nn {alike}"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
     return f"{reason}; use torch.compile(model)"
