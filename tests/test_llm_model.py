@@ -662,7 +662,7 @@ def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> No
         for seed in range(3):
             session.reset()
             texts: list[list[int]] = [[], []]
-            for turn, settings in enumerate([{}, {"temperature": 0.8, "seed": seed, "top_k": 9}, {"top_p": 0.5}]):
+            for turn, settings in enumerate([{}, {"temperature": 0.8, "seed": seed, "top_k": 9}, {}]):
                 prompt = [[seed, turn, 5][: 1 + turn], [7] * (3 + 5 * seed)]
                 answer = session.generate(prompt, max_new_tokens=6 + turn, **settings)
                 texts = [text + row for text, row in zip(texts, prompt, strict=True)]
@@ -790,6 +790,7 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"top_k": 0}, ValueError, "top_k is 0"),
         ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
         ({"top_p": 1.1}, ValueError, "top_p is 1.1"),
+        ({"top_k": 5}, ValueError, "top_k is 5, but temperature 0 does not sample: give one"),
         ({"eos": 256}, ValueError, "eos is 256"),
         ({"eos": list(range(17))}, ValueError, "eos has 17 tokens"),
         ({"stride": 0}, ValueError, "stride is 0"),

@@ -61,6 +61,9 @@ class GenerationOptions:
             raise ValueError(f"temperature is {heat!r}, expected 0 for greedy, or a number from 1e-6 to 1e6")
         if self.top_p is not None and not (isinstance(self.top_p, (int, float)) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}, expected a probability above 0, or None for all tokens")
+        for name in ("top_k", "top_p"):
+            if self.greedy and (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name} is {value}, but temperature 0 does not sample: give one, such as 1.0")
         if self.seed is not None:
             validate.check_seed(self.seed)
 
