@@ -270,7 +270,7 @@ def test_labels_of_missing_seeds_are_ignored_and_a_batch_moves_as_a_whole() -> N
     several = last.labels(torch.arange(NODES)[:, None].expand(-1, 150))
     torch.testing.assert_close(several, labels[:, None].expand(-1, 150), rtol=0, atol=0)
     assert last.labels(torch.arange(NODES)[:, None]).shape == (150, 1)
-    with pytest.raises(TypeError, match=r"labels are torch\.float32, .* against output\[real\], with real ="):
+    with pytest.raises(TypeError, match=r"labels are torch\.float32, .* and output\[real\], with real ="):
         last.labels(torch.zeros(NODES))
     sampler = NeighborSampler(graph(), fanouts=(2, 2), batch_size=8, seeds=torch.tensor([5, 3]), num_nodes=NODES)
     batch = sampler.batch(0, 0)

@@ -370,7 +370,7 @@ def refuse_lost(module: nn.Module) -> None:
         if part.training != module.training and acts:
             why = "the model has another mode; put all of it in one first"
             raise ValueError(f"{where} has training={part.training}, which would be lost: {why}")
-        lost = [name for name, held in vars(part).items() if held and _HOOKS.search(name)]
+        lost = [name for name, held in vars(part).items() if _HOOKS.search(name) and held]
         if lost or has_library_hook(part):
             remedy = "convert before it is set, or remove it first, as pipe.remove_all_hooks() does"
             raise ValueError(

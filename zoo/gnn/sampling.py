@@ -69,15 +69,14 @@ class SampledBatch(NamedTuple):
         return pytree.tree_map_only(Tensor, Tensor.pin_memory, self)
 
     def labels(self, labels: Tensor) -> Tensor:
-        """The seeds' classes [B] from those of all nodes; padding gets -100, which ``F.cross_entropy`` ignores.
+        """The seeds' classes [B, ...] from those of all nodes; padding gets -100, which ``F.cross_entropy`` ignores.
 
-        TypeError for others than integers, as targets of a regression, for which no value is ignored: take
-        ``labels[batch.seeds]`` where ``batch.seeds >= 0``, and the same rows of the output. IndexError if ``labels``
-        are not those of all nodes.
+        IndexError if ``labels`` are not those of all nodes. TypeError if they are no integers: losses of others ignore
+        no value, so take ``labels[batch.seeds[real]]`` and ``output[real]``, with ``real = batch.seeds >= 0``.
         """
         if labels.dtype not in validate.INTEGERS:
-            rows = "labels[batch.seeds[real]] against output[real], with real = batch.seeds >= 0"
-            raise TypeError(f"labels are {labels.dtype}, and losses ignore -100 among integers alone: {rows}")
+            rows = "take labels[batch.seeds[real]] and output[real], with real = batch.seeds >= 0"
+            raise TypeError(f"labels are {labels.dtype}, of which losses ignore no value: {rows}")
         missing = (self.seeds < 0).view(-1, *(1,) * (labels.dim() - 1))
         return torch.where(missing, -100, labels[self.seeds.clamp(min=0)])
 
