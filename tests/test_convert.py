@@ -259,7 +259,7 @@ BY_HAND: list[tuple[Make, Any, str]] = [
             (lambda module: module.register_forward_hook(print), "the model itself has a hook"),
             (lambda module: module.convs[0].register_message_forward_hook(print), r"convs\.0 has a hook"),
             (lambda module: module.convs[0].register_full_backward_hook(print), r"convs\.0 has a hook"),
-            (("convs.0", "message", print), r"convs\.0 has a message of its own in place of its class's"),
+            (("convs.0", "message", print), r"convs\.0 has a message in place of its class's, .* compile the model as"),
             (("convs.0", "lin", nn.Sequential(nn.Linear(8, 8))), r"convs\.0\.lin='Sequential'"),
             (
                 lambda module: setattr(module.norms[1].module, "weight", module.norms[0].module.weight),

@@ -378,7 +378,8 @@ def refuse_lost(module: nn.Module) -> None:
             )
         own = [name for name in vars(part) if inspect.isfunction(getattr(type(part), name, None))]
         if own and own != ["propagate"]:  # which torch-geometric replaces for decomposed layers
-            raise ValueError(f"{where} has a {own[0]} of its own in place of its class's, which would be lost")
+            remedy = "undo that first, or compile the model as it is: zoo.compile_regions(model)"
+            raise ValueError(f"{where} has a {own[0]} in place of its class's, which would be lost: {remedy}")
         if getattr(part, "gradient_checkpointing", False):
             remedy = "switch it off, and call zoo.training.checkpoint_regions on the converted model"
             raise ValueError(f"{where} has gradient_checkpointing=True, which would be lost: {remedy}")
