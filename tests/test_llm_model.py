@@ -662,7 +662,7 @@ def test_turns_and_prompts_of_any_length_recompile_nothing(captured: bool) -> No
         for seed in range(3):
             session.reset()
             texts: list[list[int]] = [[], []]
-            for turn, settings in enumerate([{}, {"temperature": 0.8, "seed": seed, "top_k": 9}, {}]):
+            for turn, settings in enumerate([{}, {"temperature": 0.8, "seed": seed, "top_k": 9, "top_p": 0.5}, {}]):
                 prompt = [[seed, turn, 5][: 1 + turn], [7] * (3 + 5 * seed)]
                 answer = session.generate(prompt, max_new_tokens=6 + turn, **settings)
                 texts = [text + row for text, row in zip(texts, prompt, strict=True)]

@@ -87,6 +87,7 @@ def create(
     Raises:
         ValueError: If the name or an override does not exist, a folder describes another architecture, or a tensor of
             ``weights`` is missing, left over or of another shape.
+        TypeError: If the name, an override or ``weights`` is of another kind.
         FileNotFoundError: If ``weights`` looks like a path and is not there.
 
     Warns:

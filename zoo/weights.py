@@ -376,8 +376,9 @@ def refuse_lost(module: nn.Module) -> None:
             raise ValueError(
                 f"{where} has a hook, as for offloading or casting by layer, which would be lost: {remedy}"
             )
-        own = [name for name in vars(part) if inspect.isfunction(getattr(type(part), name, None))]
-        if own and own != ["propagate"]:  # which torch-geometric replaces for decomposed layers
+        # Torch-geometric itself replaces ``propagate``, for decomposed layers.
+        methods = (name for name in vars(part) if inspect.isfunction(getattr(type(part), name, None)))
+        if own := [name for name in methods if name != "propagate"]:
             remedy = "undo that first, or compile the model as it is: zoo.compile_regions(model)"
             raise ValueError(f"{where} has a {own[0]} in place of its class's, which would be lost: {remedy}")
         if getattr(part, "gradient_checkpointing", False):

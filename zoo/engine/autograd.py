@@ -1,4 +1,7 @@
-"""Gradients: of kernels, which refuse to be differentiated, and of a graph, traced ahead of its first backward."""
+"""Gradients of kernels, of a graph, and of what a graph computes from an input that it overwrites.
+
+Those of kernels refuse to be differentiated. A graph's are traced ahead of its first backward.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,20 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Function = Callable[..., Any]
+
+
+def _functorch_runs() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+# Marked, since Dynamo would trace the call as an operation. No guard is needed: Dynamo traces no region inside a
+# transform, and enters a region's own transforms during tracing.
+_functorch_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward mode is active; both ignore the zoo's backward. Callable inside a region."""
+    return _functorch_runs() or torch.autograd.forward_ad._current_level >= 0
 
 
 def differentiable_once(backward: Function) -> Function:

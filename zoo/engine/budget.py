@@ -142,11 +142,10 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
             continue  # the rest after a break is told with its place
         key, remedy, cls = entry.key, "", entry.region
         if not plan.report.declared:
-            announced = plan.region_of(entry.name).graphs_needed if plan.by_call else 0
-            if graphs[cls, entry.mode, entry.model_inputs] <= announced:
-                continue
-            if plan.region_of(entry.name).region.graphs is not None:
-                continue  # counted against that
+            found = plan.region_of(entry.name)
+            shown = plan.by_call and graphs[cls, entry.mode, entry.model_inputs] <= found.graphs_needed
+            if shown or found.region.graphs is not None:
+                continue  # as many as the call needed, or counted against the budget given
             # Code mostly branches on a rate of zero.
             chosen = tuple(e for e in entry.signature[1] if e[0] in choices[cls] or e[1] == Attribute("float", "0.0"))
             key = cls, entry.structure, chosen, entry.mode, entry.inputs

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
+from zoo.engine.autograd import transformed
 from zoo.engine.compat import configured, full_guards, only_compiling
 from zoo.engine.lifted import Lifted, as_given, carry_marks, carry_writes, own_items, without_base
 from zoo.engine.signature import forward_in_torch_nn, input_kinds, own_class
@@ -125,8 +125,9 @@ class RegionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code on the arguments of ``module.forward``."""
         module = self.module
-        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() or is_transformed():
-            # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors).
+        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
+            # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors); and in
+            # torch.func and forward mode, where Dynamo compiles nothing and its code has no tangents.
             return module._call_impl(*args, **kwargs)
         # FSDP2 replaces the class. Read here, since every call would pay for a function that reads it.
         hooks = module._forward_hooks or module._forward_pre_hooks or type(module) is not self._class
@@ -366,11 +367,6 @@ class RegionCall:
 def _hooks_of(module: nn.Module) -> Any:
     forward = module._forward_hooks or module._forward_pre_hooks
     return forward or module._backward_hooks or module._backward_pre_hooks
-
-
-def is_transformed() -> bool:
-    """Whether torch.func or forward mode is active: Dynamo compiles nothing there, and its code has no tangents."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def has_stance() -> bool:

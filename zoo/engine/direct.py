@@ -514,7 +514,8 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
             with torch._C._DisableAutocast():
                 return backward(given)
 
-    # Torch's own apply looks in every argument for what a transform of torch.func left there.
+    # Torch's own apply looks in every argument for what a transform of torch.func left there. The one in C takes no
+    # recipe, so a function is around it.
     in_c = super(torch.autograd.Function, Function).apply
     return lambda *args: in_c(*args)
 

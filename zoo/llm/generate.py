@@ -37,7 +37,7 @@ class GenerationOptions:
     Args:
         max_new_tokens: Maximum new tokens per row.
         temperature: 0 takes the most likely token; else tokens are sampled from logits divided by it.
-        top_k: Sample from the k most likely tokens; None for all.
+        top_k: Sample from the k most likely tokens; None for all. Needs a temperature, as ``top_p`` does.
         top_p: Then sample from the smallest set of them with at least this total probability; None for all.
         eos: Tokens that end a row; None for the config's, ``()`` to never stop.
         seed: Equal seeds give equal tokens on every device that gives equal logits. The global random state is neither

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zoo.engine.autograd import transformed
+
 _unsafe_view = torch.ops.aten._unsafe_view.default
 # Dtypes that the kernels take. They compute in float32.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,20 +55,6 @@ def differentiated(*tensors: Tensor | None) -> bool:
             if tensor is not None and tensor.requires_grad:
                 return True
     return False
-
-
-def _functorch_runs() -> bool:
-    return torch._C._are_functorch_transforms_active()
-
-
-# Marked, since Dynamo would trace the call as an operation. No guard is needed: Dynamo traces no region inside a
-# transform, and enters a region's own transforms during tracing.
-_functorch_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def transformed() -> bool:
-    """Whether torch.func or forward mode is active; both ignore the zoo's backward. Callable inside a region."""
-    return _functorch_runs() or torch.autograd.forward_ad._current_level >= 0
 
 
 def watched() -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.engine.autograd import differentiable_once
+from zoo.engine.autograd import differentiable_once, transformed
 from zoo.ops import common
 from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
@@ -98,7 +98,7 @@ def edge_sum(x: Tensor, graph: GraphTensors, weight: Tensor | None = None) -> Te
 
     On a CPU ``embedding_bag`` takes a twelfth of the time of a gather with ``index_add``.
     """
-    if x.device.type == "cpu" and x.dtype == torch.float32 and not common.transformed():
+    if x.device.type == "cpu" and x.dtype == torch.float32 and not transformed():
         if x.dim() == 3:
             assert weight is not None
             return torch.stack([edge_sum(x[:, h], graph, weight[:, h]) for h in range(x.shape[1])], dim=1)

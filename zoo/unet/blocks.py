@@ -384,24 +384,21 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, texts: Sequence[Tensor], text_bias: Tensor | None = None) -> Tensor:
         """X [B, C, H, W], keys and values [B, L, 2 C] per block, and a bias of scores [B, 1, 1, L] -> [B, C, H, W]."""
         norm, first, last = self.norm, self.proj_in, self.proj_out
-        if not all(is_unmodified(each, nn.Linear if each.weight.dim() == 2 else nn.Conv2d) for each in (first, last)):
-            return self._with_modified_ends(x, texts, text_bias)
         ends = norm.weight, norm.bias, first.weight, first.bias, last.weight, last.bias
-        if len(self.blocks) == 1:  # both ends are part of its region
+        of_rows = first.weight.dim() == 2
+        whole = all(is_unmodified(each, nn.Linear if of_rows else nn.Conv2d) for each in (first, last))
+        if whole and len(self.blocks) == 1:  # both ends are part of its region
             return self.blocks[0](x, texts[0], ends, text_bias)
-        rows = enter(x, ends, self.groups)
+        if whole:
+            rows = enter(x, ends, self.groups)
+        else:  # a projection has an adapter or a hook
+            normed = group_norm(x, None, norm.weight, norm.bias, self.groups, ENTRY_EPS, False)
+            rows = first(to_rows(normed)) if of_rows else to_rows(first(normed))
         for block, text in zip(self.blocks, texts, strict=True):
             rows = block(rows, text, None, text_bias)
-        return leave(rows, x, ends)
-
-    def _with_modified_ends(self, x: Tensor, texts: Sequence[Tensor], text_bias: Tensor | None) -> Tensor:
-        """Call the projections as modules: one has an adapter or a hook."""
-        normed = group_norm(x, None, self.norm.weight, self.norm.bias, self.groups, ENTRY_EPS, False)
-        of_rows = self.proj_in.weight.dim() == 2
-        rows = self.proj_in(to_rows(normed)) if of_rows else to_rows(self.proj_in(normed))
-        for block, text in zip(self.blocks, texts, strict=True):
-            rows = block(rows, text, None, text_bias)
-        return x + (to_images(self.proj_out(rows), x) if of_rows else self.proj_out(to_images(rows, x)))
+        if whole:
+            return leave(rows, x, ends)
+        return x + (to_images(last(rows), x) if of_rows else last(to_images(rows, x)))
 
 
 @dataclass(frozen=True)
