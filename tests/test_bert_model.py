@@ -16,7 +16,7 @@ import zoo.ops.common
 from tests import bert_reference as reference
 from tests.blocks import Doubled, graphs_of, outputs_and_gradients
 from tests.fake_gpu import traced
-from zoo.bert import BertLayer, layer, pack, token_buckets, unpack
+from zoo.bert import Bert, BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.model import filling_rows
 from zoo.engine.graph_log import GRAPH_LOG
@@ -257,6 +257,50 @@ def test_kernels_agree_with_padded_attention(dtype: torch.dtype, compiled: bool)
         assert reference.relative_error(got.float(), expected) < limit
         step = zoo.cuda_graph(model, (batch,))
         torch.testing.assert_close(step(batch).last_hidden_state, model(batch).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+@pytest.mark.parametrize("given", [True, False], ids=["types and positions", "ids alone"])
+def test_padding_that_is_skipped_changes_no_real_token(kind: str, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = zoo.compile_regions(zoo.create("bert-debug", kind=kind), backend="aot_eager")
+    ids = torch.randint(2, 100, (5, 11))
+    mask = torch.rand(ids.shape) < 0.6
+    mask[0], mask[1] = True, False
+    options = {"token_type_ids": torch.randint(model.config.type_vocab_size, ids.shape)} if given else {}
+    options |= {"position_ids": torch.randint(2, 20, (1, 11))} if given else {}
+    with torch.no_grad():
+        expected = model(ids, mask, **options).last_hidden_state
+        monkeypatch.setattr(Bert, "_skips_padding", lambda *_: True)
+        with zoo.enforce_budget(model):
+            found = model(ids, mask, **options).last_hidden_state
+    torch.testing.assert_close(found, torch.where(mask[..., None], expected, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_padding_of_a_device_mask_is_skipped(compiled: bool) -> None:
+    model: Any = zoo.create("bert-tiny", device="cuda", dtype=torch.bfloat16, head="sequence-classification").eval()
+    ids = torch.randint(1, 30000, (32, 96), device="cuda")
+    masks = [torch.arange(96, device="cuda") < torch.randint(1, 97, (32, 1), device="cuda") for _ in range(3)]
+    masks.append(torch.ones_like(masks[0]))
+    expected = [model(ids, mask).logits.detach() for mask in masks]  # with gradients all is computed
+    if compiled:
+        zoo.compile_regions(model)
+    with torch.inference_mode(), zoo.enforce_budget(model) if compiled else contextlib.nullcontext():
+        step = zoo.cuda_graph(model, (ids, masks[0]))
+        for mask, wanted in zip(masks, expected, strict=True):
+            with torch.profiler.profile() as profile:
+                model(ids, mask)
+            launched = sum(event.name.startswith("_product") for event in profile.events())
+            assert launched == (4 * len(model.layers) if transformer._is_hopper(ids.device) else 0)
+            assert reference.relative_error(model(ids, mask).logits.float(), wanted.float()) < 2e-2
+            torch.testing.assert_close(step(ids, mask).logits, model(ids, mask).logits)
+    hook = model.layers[0].register_forward_hook(lambda layer, args, out: shapes.append(out.shape))
+    shapes: list[torch.Size] = []
+    with torch.inference_mode():
+        model(ids, masks[0])
+    hook.remove()
+    assert shapes == [(32, 96, 128)]
 
 
 @pytest.mark.gpu

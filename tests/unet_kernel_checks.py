@@ -253,13 +253,27 @@ def test_products_are_gated_on_the_way(rows, channels, inner, dtype, monkeypatch
     )
     found = gated_gelu_product(x, weight, bias)
     # One launch, where the GPU is of the kind.
-    alone = tiles.gated_gelu_product(x, weight, bias) if transformer._is_hopper(x.device) else None
+    alone = tiles.product(x, weight, bias, "gated") if transformer._is_hopper(x.device) else None
     assert alone is None or torch.equal(found, alone)
     close_rows(found, gated_gelu(F.linear(x.double(), weight.double()), bias.double()), dtype)
 
 
+@pytest.mark.skipif(DEVICE == "cuda" and not transformer._is_hopper(torch.device("cuda")), reason="needs Hopper's TMA")
+@pytest.mark.parametrize("count", [None, 0, 1, 128, 200])
+@pytest.mark.parametrize("activation", ["", "gelu", "tanh"])
+def test_products_add_a_bias_and_activate_the_real_rows_on_the_way(activation: str, count: int | None) -> None:
+    shapes = (300, 72), (136, 72), (136,)
+    x, weight, bias = (kernel_checks.values(*shape, dtype=torch.bfloat16, scale=0.3) for shape in shapes)
+    real = None if count is None else torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    if activation:
+        exact = F.gelu(exact, approximate="tanh" if activation == "tanh" else "none")
+    found = transformer.product(x.view(3, 100, 72), weight, bias, activation, real).flatten(0, 1)
+    close_rows(found[:count], exact[:count], x.dtype)
+
+
 def test_products_that_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "gated_gelu_product", None)
+    monkeypatch.setattr(tiles, "product", None)
     monkeypatch.setattr(transformer, "LEAST_ROWS", 64)
     half = torch.bfloat16
     weight, bias = kernel_checks.values(32, 24, dtype=half), kernel_checks.values(32, dtype=half)

@@ -28,6 +28,7 @@ class BertWorkload(base.Workload):
 
     ``BxT``: B rows of T tokens each, without a mask. ``skewed-BxT``: rows of unequal lengths that fill about half of
     the batch, with the pooled output; padded with a mask for transformers, packed on the host for the zoo.
+    ``masked-BxT``: the same rows, padded for both, with a mask on the device.
 
     Training is fine-tuning of a classifier with float32 weights; the dtype is that of autocast. ``BxT`` as above;
     ``epoch-BxT``: an epoch of batches with rows of up to T tokens, one step per batch. Batches are padded to their
@@ -38,7 +39,8 @@ class BertWorkload(base.Workload):
     family = "bert"
     models = ("bert-base", "bert-large", "bert-base-6", "bert-debug")
     inputs = (
-        *("32x128", "256x128", "8x512", "1x128", "skewed-64x512", "2x32", "skewed-4x32"),
+        *("32x128", "256x128", "8x512", "1x128", "2x32"),
+        *("skewed-64x512", "masked-16x384", "skewed-4x32", "masked-4x32"),
         *("epoch-32x512", "epoch-static-32x512", "epoch-4x32", "epoch-static-4x32"),
     )
 
@@ -90,7 +92,7 @@ class BertWorkload(base.Workload):
         model: nn.Module
         if case.impl == "zoo":
             model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
-            if given.skewed:
+            if given.kind == "skewed":
                 with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
                     batch = pack(host_ids, host_mask, config=config, buckets=buckets)
@@ -98,8 +100,8 @@ class BertWorkload(base.Workload):
                 sizes["packed_tokens"] = batch.input_ids.numel()
         else:
             model = bert_arms.Step(bert_arms.build(config, weights), ready_mask=case.impl == "upstream-tuned")
-            if given.skewed:
-                inputs["attention_mask"] = host_mask.to(device)
+        if given.skewed and "packed_tokens" not in sizes:
+            inputs["attention_mask"] = host_mask.to(device)
 
         def reference() -> Tensor:
             mask = host_mask.to(device) if given.skewed else None

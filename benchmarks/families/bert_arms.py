@@ -34,7 +34,7 @@ TRAINING_BYTES_FORMULA = (
 )
 # Rows that the reference takes at once, since it materialises scores.
 REFERENCE_ROWS = 16
-_INPUT = re.compile(r"(?:(?P<kind>skewed|epoch|epoch-static)-)?(?P<batch>\d+)x(?P<length>\d+)")
+_INPUT = re.compile(r"(?:(?P<kind>skewed|masked|epoch|epoch-static)-)?(?P<batch>\d+)x(?P<length>\d+)")
 # Text lengths are roughly log-normal. With this median (relative to the maximum) and spread, texts fill about half of a
 # skewed batch and less of an epoch's batches, after truncation as by a tokenizer.
 _SKEWED, _EPOCH = (0.42, 0.75), (0.25, 0.5)
@@ -51,8 +51,8 @@ BUCKETS = 6
 class Task:
     """The input of one call or step: ``batch`` rows of ``length`` tokens, or of at most ``length`` tokens.
 
-    ``kind``: none, all rows are full; ``skewed``, most rows are much shorter; ``epoch``, batches of any lengths;
-    ``epoch-static``, the same with one graph per length in upstream's compiled arms.
+    ``kind``: none, all rows are full; ``skewed`` and ``masked``, most rows are much shorter; ``epoch``, batches of any
+    lengths; ``epoch-static``, the same with one graph per length in upstream's compiled arms.
     """
 
     batch: int
@@ -61,7 +61,7 @@ class Task:
 
     @property
     def skewed(self) -> bool:
-        return self.kind == "skewed"
+        return self.kind in ("skewed", "masked")
 
     @property
     def epoch(self) -> bool:
@@ -83,7 +83,7 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """The task called ``BxT``, ``skewed-BxT``, ``epoch-BxT`` or ``epoch-static-BxT``."""
+    """The task called ``BxT``, ``skewed-BxT``, ``masked-BxT``, ``epoch-BxT`` or ``epoch-static-BxT``."""
     found = _INPUT.fullmatch(name)
     assert found is not None, name
     return Task(batch=int(found["batch"]), length=int(found["length"]), kind=found["kind"])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run
-from zoo.ops.transformer import add_layer_norm, bias_gelu, low_linear, takes_low, with_low_copy
+from zoo.ops.transformer import add_layer_norm, bias_gelu, low_linear, product, product_runs, takes_low, with_low_copy
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -159,39 +159,49 @@ class BertLayer(nn.Module):
         """X [B, T, C] with a mask [B, 1, 1, T] that is added to the scores, or x [N, C] with its rows -> like x."""
         dropout = self.attention_dropout if self.training else 0.0
         x, low = with_low_copy(x)
-        qkv, _ = _product(x, low, self.qkv)
+        count = None if rows is None else rows.real
+        qkv, _ = _product(x, low, self.qkv, count)
         mixed = attend(qkv, self.heads, mask, rows, dropout)
-        x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, low.dtype)
-        gelu = self.activation is F.gelu or self.activation is _gelu_tanh
-        hidden, bias = _product(x, low, self.intermediate, without_bias=gelu)
-        if bias is None:
-            hidden = self.activation(hidden)
-        else:
-            hidden = bias_gelu(hidden, bias, self.activation is _gelu_tanh)
-        x, _ = self._add_norm(x, hidden, self.output, self.output_norm)
+        x, low = self._add_norm(x, mixed, self.attention_output, self.attention_norm, count, low.dtype)
+        hidden = self._activated(x, low, count)
+        x, _ = self._add_norm(x, hidden, self.output, self.output_norm, count)
         return x
 
+    def _activated(self, x: Tensor, low: Tensor, count: Tensor | None) -> Tensor:
+        """The wide product and its activation: [..., I]."""
+        layer, tanh = self.intermediate, self.activation is _gelu_tanh
+        gelu = tanh or self.activation is F.gelu
+        if gelu and is_unmodified(layer) and layer.bias is not None and product_runs(low, layer.weight, layer.bias):
+            return product(low, layer.weight, layer.bias, "tanh" if tanh else "gelu", count)
+        hidden, bias = _product(x, low, layer, without_bias=gelu)
+        return self.activation(hidden) if bias is None else bias_gelu(hidden, bias, tanh)
+
     def _add_norm(
-        self, x: Tensor, y: Tensor, layer: nn.Linear, norm: nn.LayerNorm, low_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, y: Tensor, layer: nn.Linear, norm: nn.LayerNorm, count: Tensor | None,
+        low_dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Product of y, dropout, residual add, and norm of the sum [..., C], in both dtypes."""
         # Dropout also applies to the bias.
         dropped = not is_unmodified(self.dropout, nn.Dropout) or (self.dropout.training and self.dropout.p > 0.0)
-        added, bias = _product(y, y, layer, without_bias=not dropped)
+        added, bias = _product(y, y, layer, count, without_bias=not dropped)
         added = self.dropout(added)
         if is_unmodified(norm, nn.LayerNorm) and norm.weight is not None and norm.bias is not None:
-            return add_layer_norm(x, added, bias, norm.weight, norm.bias, norm.eps, low_dtype)
+            return add_layer_norm(x, added, bias, norm.weight, norm.bias, norm.eps, low_dtype, count)
         x = norm(x + (added if bias is None else added + bias))
         return x, x if low_dtype is None else x.to(low_dtype)
 
 
-def _product(x: Tensor, low: Tensor, layer: nn.Linear, *, without_bias: bool = False) -> tuple[Tensor, Tensor | None]:
+def _product(
+    x: Tensor, low: Tensor, layer: nn.Linear, count: Tensor | None = None, *, without_bias: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """A linear layer of x (``low`` is x in the dtype of products), and its bias if the caller must add it."""
     if not is_unmodified(layer):
         return layer(x), None
     weight, bias = layer.weight, layer.bias
     if bias is None or not kernels_run(low, weight, bias):
         return layer(low), None
+    if count is not None and product_runs(low, weight, bias):
+        return product(low, weight, bias, count=count), None
     if takes_low(low, weight, bias) and differentiated(low, weight, bias):
         return low_linear(low, weight, None if without_bias else bias), bias if without_bias else None
     if without_bias and low.dtype == weight.dtype == bias.dtype == compute_dtype(low):
@@ -207,6 +217,7 @@ class Rows(NamedTuple):
     table: Tensor | None = None  # [S, longest] int64, the token at each place
     inverse: Tensor | None = None  # [N] int64, the place of each token in the table
     mask: Tensor | None = None  # [S, 1, 1, longest], like the result of ``key_mask``
+    real: Tensor | None = None  # [1] int32, how many tokens are real; kernels leave out the rest
 
 
 def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, dropout: float) -> Tensor:
@@ -255,7 +266,8 @@ def rows_of(offsets: Tensor, longest: int, tokens: int, like: Tensor, head_dim: 
     table = torch.where(there, token, 0).clamp(max=tokens - 1)
     index = torch.arange(tokens, device=offsets.device)
     row = torch.searchsorted(offsets[1:].long().contiguous(), index, right=True)
-    inverse = row * longest + index - offsets.long()[row]
+    # Tokens behind the last row read any place.
+    inverse = (row * longest + index - offsets.long()[row]).clamp(max=table.numel() - 1)
     return Rows(longest, table=table, inverse=inverse, mask=key_mask(there, like))
 
 

@@ -90,16 +90,17 @@ class _Norm(torch.autograd.Function):
 
 def add_layer_norm(
     x: Tensor, added: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor, eps: float,
-    low_dtype: torch.dtype | None = None,
+    low_dtype: torch.dtype | None = None, count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Layer norm of x [..., C] + added [..., C] + shift [C], and its copy in ``low_dtype`` for the next products.
 
-    The shift, or None, is the bias of the preceding product, which omits it; the same pass sums its gradient.
+    The shift, or None, is the bias of the preceding product, which omits it; the same pass sums its gradient. Rows from
+    a count [1] int32 on may be left out.
     """
     if _add_layer_norm_fits(x, added, shift, weight, bias):
         low_dtype = None if low_dtype == x.dtype else low_dtype
         if not differentiated(x, added, shift, weight, bias):
-            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, keep=False)
+            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, count, keep=False)
             return out, out if low is None else low
         out = _Norm.apply(x, added, shift, weight, bias, eps, low_dtype, False)
         return (out, out) if low_dtype is None else out
@@ -304,12 +305,12 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return up * F.gelu(gate)
 
 
-def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether ``gated_gelu_product`` is one kernel: on Hopper, with enough rows, without gradients and casts."""
-    if x.dtype not in _LOW or x.dtype != weight.dtype or x.shape[0] < LEAST_ROWS:
+def product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Whether the zoo has a kernel of this product: on Hopper, with enough rows, without gradients and casts."""
+    if x.dtype not in _LOW or x.dtype != weight.dtype or x.numel() < LEAST_ROWS * x.shape[-1]:
         return False
     # TMA needs rows that begin on 16 bytes. A region cannot check the address of a tensor.
-    if x.shape[1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
+    if x.shape[-1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
         return False
     if not torch.compiler.is_compiling() and (x.storage_offset() % 8 or weight.storage_offset() % 8):
         return False
@@ -318,17 +319,26 @@ def gated_product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return kernels_run(x, weight, bias) and _is_hopper(x.device)
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "", count: Tensor | None = None) -> Tensor:
+    """X [..., C] times weight [I, C] plus bias [I], then nothing, ``gelu`` (by erf) or ``tanh`` (its approximation).
+
+    Call it where ``product_runs``. Rows from a count [1] int32 on are left out: they hold whatever was in memory.
+    """
+    rows = kernels.tiles.product(x.reshape(-1, x.shape[-1]), weight, bias, activation, count)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
 def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_properties(device).major == 9
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``gated_gelu`` of x [R, C] times weight [2 I, C] plus bias [2 I]: [R, I]; fused if ``gated_product_runs``."""
+    """``gated_gelu`` of x [R, C] times weight [2 I, C] plus bias [2 I]: [R, I]; fused if ``product_runs``."""
     if weight.shape[0] % 2 or x.shape[1:] != weight.shape[1:] or bias.shape != weight.shape[:1]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (x, weight, bias))
         raise ValueError(f"x, weight and bias have shapes {shapes}; expected [R, C], [2 I, C] and [2 I]")
-    if gated_product_runs(x, weight, bias):
-        return kernels.tiles.gated_gelu_product(x, weight, bias)
+    if product_runs(x, weight, bias):
+        return kernels.tiles.product(x, weight, bias, "gated")
     # The gate adds the bias: for a product with bias the library takes a kernel that clears a buffer first.
     return gated_gelu(F.linear(x, weight), bias)
 

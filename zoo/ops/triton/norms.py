@@ -23,12 +23,15 @@ PROGRAMS = 512
 
 @kernel
 def _norm(
-    x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps: tl.constexpr, COLUMNS: tl.constexpr
-):
+    x, added, shift, weight, bias, count, total, out, low, mean, rstd, columns,
+    eps: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Layer norm (RMS norm without a bias) of x, or of x + added + shift; the sum is stored in ``total``."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     live = column < columns
+    if count is not None:
+        live = live & (row < tl.load(count))
     place = row * columns + column
     value = tl.load(x + place, mask=live, other=0.0)
     if added is not None:
@@ -131,11 +134,12 @@ def _norm_backward(
 
 def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    low_dtype: torch.dtype | None = None, *, keep: bool = True,
+    low_dtype: torch.dtype | None = None, count: Tensor | None = None, *, keep: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Layer norm of the sum, or its RMS norm without a bias, and a copy of the norm in ``low_dtype``.
 
-    If kept, also the sum [..., C], the mean of each row [...] (layer norm only) and its factor (rstd) [...].
+    With a count [1] int32, rows from it on are not computed. If kept, also the sum [..., C], the mean of each row [...]
+    (layer norm only) and its factor (rstd) [...].
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias = [None if each is None else each.contiguous() for each in (added, shift, bias)]
@@ -146,7 +150,7 @@ def norm(
     mean = None if rstd is None or bias is None else torch.empty_like(rstd)
     if x.numel():
         columns, block = x.shape[-1], next_power(x.shape[-1])
-        given = x, added, shift, weight, bias, total, out, low, mean, rstd, columns, eps
+        given = x, added, shift, weight, bias, count, total, out, low, mean, rstd, columns, eps
         _norm[(x.numel() // columns,)](*given, COLUMNS=block, num_warps=_warps(block))
     return out, low, x if total is None else total, mean, rstd
 

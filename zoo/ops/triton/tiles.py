@@ -300,8 +300,10 @@ GATE, SILU = {"ROWS": 8, "COLUMNS": 256}, {"ROWS": 1, "COLUMNS": 2048}
 # Maximum programs of the backward, over all tiles of columns: three per multiprocessor of a large GPU. SiLU sums no
 # bias gradient, so its limit is the grid's.
 PROGRAMS, MOST_PROGRAMS = 384, 65535
-# Tile of the product (rows, columns of each half, channels) and its pipeline stages: the fastest on an H200.
-PRODUCT_ROWS, PRODUCT_COLUMNS, CHANNELS, STAGES = 128, 64, 64, 3
+# Tile of a product (rows, columns, channels) and its pipeline stages: the fastest on an H200. A gated one takes half
+# as many columns of each half. With three stages two programs fit on a multiprocessor, with four only one.
+PRODUCT_ROWS, PRODUCT_COLUMNS, CHANNELS, STAGES = 128, 128, 64, 3
+MULTIPROCESSORS = 132
 # Tiles of rows that run consecutively on the same columns, so that the weights stay in the cache.
 TURNS = 8
 # With more channels a product is long enough for more threads.
@@ -368,26 +370,37 @@ def _gated_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr,
 
 
 @kernel(do_not_specialize=["rows", "channels", "columns"])
-def _gated_gelu_product(
-    x, weight, bias, out, rows, channels, columns,
+def _product(
+    x, weight, bias, count, out, rows, channels, columns, GATED: tl.constexpr, GELU: tl.constexpr, TANH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     down, across = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
-    turn = tl.program_id(0) // (TURNS * across)
-    within = tl.program_id(0) % (TURNS * across)
-    together = tl.minimum(down - turn * TURNS, TURNS)
-    row = (turn * TURNS + within % together) * ROWS
-    column = within // together * COLUMNS
-    value = tl.zeros([ROWS, COLUMNS], tl.float32)
-    gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for channel in range(0, channels, CHANNELS):
-        tile = x.load([row, channel])
-        value = tl.dot(tile, weight.load([column, channel]).T, value)
-        gate = tl.dot(tile, weight.load([columns + column, channel]).T, gate)
-    place = column + tl.arange(0, COLUMNS)
-    value += tl.load(bias + place, mask=place < columns, other=0.0).to(tl.float32)[None, :]
-    gate += tl.load(bias + columns + place, mask=place < columns, other=0.0).to(tl.float32)[None, :]
-    out.store([row, column], (value * _gelu(gate)).to(out.dtype))
+    if count is not None:
+        down = tl.minimum(down, tl.cdiv(tl.load(count), ROWS))
+    if tl.program_id(0) < down * across:
+        turn = tl.program_id(0) // (TURNS * across)
+        within = tl.program_id(0) % (TURNS * across)
+        together = tl.minimum(down - turn * TURNS, TURNS)
+        row = (turn * TURNS + within % together) * ROWS
+        column = within // together * COLUMNS
+        value = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if GATED:
+            gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for channel in range(0, channels, CHANNELS):
+            tile = x.load([row, channel])
+            value = tl.dot(tile, weight.load([column, channel]).T, value)
+            if GATED:
+                gate = tl.dot(tile, weight.load([columns + column, channel]).T, gate)
+        place = column + tl.arange(0, COLUMNS)
+        value += tl.load(bias + place, mask=place < columns, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            gate += tl.load(bias + columns + place, mask=place < columns, other=0.0).to(tl.float32)[None, :]
+            value = value * _gelu(gate)
+        elif TANH:
+            value = value * _tanh_form(value)[0]
+        elif GELU:
+            value = _gelu(value)
+        out.store([row, column], value.to(out.dtype))
 
 
 def gated(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -419,17 +432,26 @@ def gated_backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> tuple[Tensor
     return out, grad_bias
 
 
-def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """X [R, C] times weight [2 I, C], plus bias [2 I]; then GELU of the second half times the first: [R, I]."""
-    (rows, channels), columns = x.shape, weight.shape[0] // 2
+def product(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "", count: Tensor | None = None) -> Tensor:
+    """X [R, C] times weight [I, C] plus bias [I]: [R, I], then nothing, ``gelu`` (by erf) or ``tanh``.
+
+    ``gated`` takes a weight [2 I, C] and a bias [2 I], and multiplies the first half by GELU of the second. With a
+    count [1] int32, rows from it on are not computed.
+    """
+    gated = activation == "gated"
+    (rows, channels), columns = x.shape, weight.shape[0] // (1 + gated)
     x, out = x.contiguous(), x.new_empty(rows, columns)
     if out.numel():
-        grid = (ceil_div(rows, PRODUCT_ROWS) * ceil_div(columns, PRODUCT_COLUMNS),)
-        _gated_gelu_product[grid](
+        wide = PRODUCT_COLUMNS // (1 + gated)
+        tiles = ceil_div(rows, PRODUCT_ROWS) * ceil_div(columns, wide)
+        # Fewer programs at once, each faster, if the last round of pairs would leave most multiprocessors idle.
+        alone = ceil_div(tiles, MULTIPROCESSORS) < 1.6 * ceil_div(tiles, 2 * MULTIPROCESSORS)
+        _product[(tiles,)](
             TensorDescriptor.from_tensor(x, [PRODUCT_ROWS, CHANNELS]),
-            TensorDescriptor.from_tensor(weight, [PRODUCT_COLUMNS, CHANNELS]), bias.contiguous(),
-            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, PRODUCT_COLUMNS]), rows, channels, columns,
-            ROWS=PRODUCT_ROWS, COLUMNS=PRODUCT_COLUMNS, CHANNELS=CHANNELS, TURNS=TURNS,
-            num_warps=4 if channels <= FEW_CHANNELS else 8, num_stages=STAGES,
+            TensorDescriptor.from_tensor(weight, [wide, CHANNELS]), bias.contiguous(), count,
+            TensorDescriptor.from_tensor(out, [PRODUCT_ROWS, wide]), rows, channels, columns,
+            GATED=gated, GELU=activation == "gelu", TANH=activation == "tanh",
+            ROWS=PRODUCT_ROWS, COLUMNS=wide, CHANNELS=CHANNELS, TURNS=TURNS,
+            num_warps=8 if gated and channels > FEW_CHANNELS else 4, num_stages=STAGES + (alone and not activation),
         )  # fmt: skip
     return out
