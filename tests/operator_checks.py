@@ -39,7 +39,7 @@ CASES = [*((9, 40, *pair) for pair in PAIRS), *((*size, *PAIRS[-1]) for size in 
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes take what many rows and many columns do."""
     small = {
-        norms: {"ROW_PROGRAMS": 2, "PROGRAMS": 4},
+        norms: {"PROGRAMS": 4},
         tiles: {
             "PARTS": 2, "PARTS_AT_ONCE": 2, "LAST_COLUMNS": 64, "ROWS": 2, "COLUMNS": 32, "PROGRAMS": 8,
             "GATE": {"ROWS": 2, "COLUMNS": 16}, "SILU": {"ROWS": 1, "COLUMNS": 32}, "MOST_PROGRAMS": 4,

@@ -289,7 +289,7 @@ def test_padding_of_a_device_mask_is_skipped(compiled: bool) -> None:
     with torch.inference_mode(), zoo.enforce_budget(model) if compiled else contextlib.nullcontext():
         step = zoo.cuda_graph(model, (ids, masks[0]))
         for mask, wanted in zip(masks, expected, strict=True):
-            with torch.profiler.profile() as profile:
+            with torch.profiler.profile(acc_events=True) as profile:
                 model(ids, mask)
             launched = sum(event.name.startswith("_product") for event in profile.events())
             assert launched == (4 * len(model.layers) if transformer._is_hopper(ids.device) else 0)

@@ -209,26 +209,6 @@ def pack(
     )  # fmt: skip
 
 
-def _without_padding(
-    input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None
-) -> PackedBatch:
-    """``pack`` without waiting for the GPU: of B x T tokens, those before the last row's end are real."""
-    kept = attention_mask != 0
-    rows, length = kept.shape
-    every, flat = rows * length, kept.flatten()
-    index = torch.arange(every, device=kept.device)
-    places = index.new_full((every + 1,), every)
-    # All padding is scattered to the last place, which is cut off.
-    places = places.scatter(0, torch.where(flat, flat.cumsum(0) - 1, every), index)[:-1]
-    place = places.clamp(max=every - 1)
-    return PackedBatch(
-        input_ids=input_ids.flatten()[place],
-        position_ids=place % length if position_ids is None else position_ids.expand(rows, length).flatten()[place],
-        token_type_ids=None if token_type_ids is None else token_type_ids.flatten()[place],
-        offsets=F.pad(kept.sum(1).cumsum(0), (1, 0)).int(), places=places, rows=rows, length=length, first_position=0,
-    )  # fmt: skip
-
-
 def unpack(packed: _Packed, batch: PackedBatch, fill: float = 0) -> _Packed:
     """Restore padding with ``fill``: [N, ...] -> [B, T, ...], for one tensor or all tensors of a model's output."""
     if isinstance(packed, Tensor):
@@ -277,14 +257,16 @@ class Bert(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs. Only values on the host are checked.
         """
-        config, batch, skipped, mask, rows = self.config, None, None, None, None
+        config, batch, place, mask, rows = self.config, None, None, None, None
         _check_inputs(config, input_ids, attention_mask, token_type_ids, position_ids)
         if isinstance(input_ids, PackedBatch):
             batch, tokens = input_ids, input_ids.input_ids.shape[0]
             check_labels(config, labels, start_positions, end_positions, batch.rows, batch.length, tokens)
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
-            x, rows = self._embed_packed(batch)
+            x = self.embeddings(*map(_match_mode, (batch.input_ids, batch.token_type_ids, batch.position_ids)))
+            rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
+            rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
             count, length = input_ids.shape
             check_labels(config, labels, start_positions, end_positions, count, length, None)
@@ -292,34 +274,39 @@ class Bert(nn.Module):
                 position_ids = _counted_positions(input_ids, config.first_position - 1)
             if attention_mask is not None and validate.on_host(attention_mask) and (attention_mask != 0).all():
                 attention_mask = None
-            scored = labels is not None or start_positions is not None
-            if attention_mask is not None and not scored and self._skips_padding(input_ids):
-                skipped = _without_padding(input_ids, attention_mask, token_type_ids, position_ids)
-                x, rows = self._embed_packed(skipped)
-                rows = rows._replace(real=skipped.offsets[-1:].clone())
-            else:
-                x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
-                mask = None if attention_mask is None else key_mask(attention_mask, x)
+            x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
+            if attention_mask is not None and labels is None and start_positions is None and self._skips_padding(x):
+                x, rows, place = self._without_padding(x, attention_mask)
+            elif attention_mask is not None:
+                mask = key_mask(attention_mask, x)
         for layer in self.layers:
             x = layer(x, mask, rows)
-        x = x if skipped is None else unpack(x, skipped)
+        if place is not None and attention_mask is not None:
+            x = torch.where((attention_mask != 0)[..., None], x[place], 0.0)
         return self._score(x, labels, start_positions, end_positions, batch)
 
-    def _embed_packed(self, batch: PackedBatch) -> tuple[Tensor, Rows]:
-        width, heads = self.config.hidden_size, self.config.num_attention_heads
-        x = self.embeddings(*map(_match_mode, (batch.input_ids, batch.token_type_ids, batch.position_ids)))
-        rows = rows_of(batch.offsets, batch.length, x.shape[0], x, width // heads)
-        return x, rows._replace(offsets=_match_mode(rows.offsets))
-
-    def _skips_padding(self, input_ids: Tensor) -> bool:
+    def _skips_padding(self, x: Tensor) -> bool:
         """Whether the GPU skips the padding of this batch. Nothing may learn: what it leaves out is not initialised."""
-        config, weight = self.config, self.embeddings.word_embeddings.weight
-        if input_ids.numel() < LEAST_ROWS or not kernel_runs(weight, config.hidden_size // config.num_attention_heads):
+        head_width = self.config.hidden_size // self.config.num_attention_heads
+        if x.numel() < LEAST_ROWS * x.shape[-1] or not kernel_runs(x, head_width):
             return False
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
             return False
         # A hook would see tokens where it expects rows.
         return all(is_unmodified(layer, BertLayer) for layer in self.layers)
+
+    def _without_padding(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Rows, Tensor]:
+        """X [B, T, C] -> [B T, C], its real tokens and then others; their rows; the place [B, T] of each token of x.
+
+        The GPU alone knows how many tokens are real.
+        """
+        count, length, width = x.shape
+        ends = (mask != 0).flatten().cumsum(0)
+        tokens = torch.searchsorted(ends, torch.arange(1, count * length + 1, device=x.device))
+        x = x.flatten(0, 1)[tokens.clamp(max=count * length - 1)]
+        offsets = F.pad(ends.view(count, length)[:, -1], (1, 0)).int()
+        rows = rows_of(offsets, length, count * length, x, width // self.config.num_attention_heads)
+        return x, rows._replace(real=ends[-1:].int()), (ends - 1).clamp(min=0).view(count, length)
 
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None

@@ -20,8 +20,8 @@ from zoo.engine.autograd import Function, differentiable_once
 from zoo.ops import triton as kernels
 from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
 
-# The widest rows that a program of each kernel holds.
-WIDEST_RMS_NORM, WIDEST_NORM, WIDEST_ROW = 16384, 8192, 2048
+# The widest rows that a program holds.
+WIDEST_RMS_NORM, WIDEST_NORM = 16384, 8192
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     if differentiated(x, weight, added):
         normed, total = _Norm.apply(x, added, None, weight, None, eps, None, True)
     else:
-        normed, _, total, *_ = kernels.norms.norm(x, added, None, weight, None, eps)
+        normed, _, _, total, *_ = kernels.norms.norm(x, added, None, weight, None, eps)
     return total, normed
 
 
@@ -62,20 +62,24 @@ def _rms_norm_fits(x: Tensor, weight: Tensor, added: Tensor | None = None) -> bo
 
 
 class _Norm(torch.autograd.Function):
-    """Layer norm of a sum (RMS norm without a bias), then the norm's copy in ``low_dtype``, or the sum if kept."""
+    """Layer norm of a sum (RMS norm without a bias), then the norm's copy in ``low_dtype``, or the sum if kept.
+
+    The shift is added before the norm, or ``after`` it to the kept sum.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None,
-        eps: float, low_dtype: torch.dtype | None, keep_sum: bool,
+        eps: float, low_dtype: torch.dtype | None, keep_sum: bool, after: bool = False,
     ) -> Any:  # fmt: skip
-        out, low, total, mean, rstd = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype)
-        ctx.save_for_backward(total, mean, rstd, weight)
-        ctx.adds, ctx.keep_sum = added is not None, keep_sum
-        ctx.added_dtype = None if added is None or added.dtype == x.dtype else added.dtype
+        before, behind = (None, shift) if after else (shift, None)
+        out, low, total, summed, mean, rstd = kernels.norms.norm(x, added, before, weight, bias, eps, low_dtype, behind)
+        ctx.save_for_backward(summed, mean, rstd, weight)
+        ctx.adds, ctx.keep_sum, ctx.after = added is not None, keep_sum, after
+        ctx.added_dtype = None if added is None or added.dtype == out.dtype else added.dtype
         ctx.sums = 1 + (bias is not None) + (shift is not None)
         if keep_sum:
-            return out, total if ctx.adds else x.view_as(x)
+            return out, (summed if total is None else total) if ctx.adds else x.view_as(x)
         return out if low is None else (out, low)
 
     @staticmethod
@@ -83,9 +87,9 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, other: Tensor | None = None) -> tuple[Tensor | None, ...]:
         low_grad, sum_grad = (None, other) if ctx.keep_sum else (other, None)
         given = *ctx.saved_tensors, grad, low_grad, sum_grad, ctx.added_dtype
-        out, low, sums = kernels.norms.norm_backward(*given, ctx.sums)
+        out, low, sums = kernels.norms.norm_backward(*given, ctx.sums, ctx.after)
         weight, bias, shift = (*sums, None, None)[:3]
-        return out, (out if low is None else low) if ctx.adds else None, shift, weight, bias, None, None, None
+        return out, (out if low is None else low) if ctx.adds else None, shift, weight, bias, *(None,) * 4
 
 
 def add_layer_norm(
@@ -100,7 +104,7 @@ def add_layer_norm(
     if _add_layer_norm_fits(x, added, shift, weight, bias):
         low_dtype = None if low_dtype == x.dtype else low_dtype
         if not differentiated(x, added, shift, weight, bias):
-            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, count, keep=False)
+            out, low, *_ = kernels.norms.norm(x, added, shift, weight, bias, eps, low_dtype, count=count, keep=False)
             return out, out if low is None else low
         out = _Norm.apply(x, added, shift, weight, bias, eps, low_dtype, False)
         return (out, out) if low_dtype is None else out
@@ -120,11 +124,11 @@ def _add_layer_norm_fits(x: Tensor, added: Tensor, shift: Tensor | None, weight:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Layer norm of x [R, C] with weight [C] and bias [C], in float32: [R, C] in the dtype of ``x``."""
-    if x.shape[-1] > WIDEST_ROW or not kernels_run(x, weight, bias):
+    if x.shape[-1] > WIDEST_NORM or not kernels_run(x, weight, bias):
         return F.layer_norm(x, weight.shape, weight, bias, eps).to(x.dtype)
     if differentiated(x, weight, bias):
-        return _LayerNorm.apply(x, None, weight, bias, None, eps)
-    return kernels.norms.layer_norm(x, None, weight, bias, None, eps, keep=False)[0]
+        return _Norm.apply(x, None, None, weight, bias, eps, None, False)
+    return kernels.norms.norm(x, None, None, weight, bias, eps, keep=False)[0]
 
 
 def add_norm(
@@ -140,35 +144,17 @@ def add_norm(
     if shift is not None and shift.shape != x.shape[-1:]:
         raise ValueError(f"shift has shape {tuple(shift.shape)}, expected one number a column: ({x.shape[-1]},)")
     given = x, residual, weight, bias, shift
-    if x.shape[-1] > WIDEST_ROW or not kernels_run(*given):
+    if x.shape[-1] > WIDEST_NORM or not kernels_run(*given):
         total = residual + x
         normed = F.layer_norm(total, weight.shape, weight, bias, eps).to(total.dtype)
         return total if shift is None else total + shift.to(total.dtype), normed
     if differentiated(*given):
-        return _LayerNorm.apply(x, residual, weight, bias, shift, eps)
-    normed, total, *_ = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=False)
-    return total, normed
-
-
-class _LayerNorm(torch.autograd.Function):
-    """The norm of x; with a residual the sum of both and its norm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, shift: Tensor | None, eps: float
-    ) -> Any:
-        ctx.dtypes = [None if each is None else each.dtype for each in (x, residual, shift)]
-        out, total, summed, mean, rstd = kernels.norms.layer_norm(x, residual, weight, bias, shift, eps, keep=True)
-        ctx.save_for_backward(summed, mean, rstd, weight, bias)
-        return out if residual is None else (total, out)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, residual, shift = ctx.dtypes
-        sum_grad = grads[0] if len(grads) == 2 else None
-        out, *sums = kernels.norms.layer_norm_backward(grads[-1], sum_grad, *ctx.saved_tensors, shift)
-        return out.to(x), None if residual is None else out.to(residual), *sums, None
+        normed, total = _Norm.apply(residual, x, shift, weight, bias, eps, None, True, True)
+        return total, normed
+    normed, _, total, summed, *_ = kernels.norms.norm(
+        residual, x, None, weight, bias, eps, after=shift, keep=shift is None
+    )
+    return summed if total is None else total, normed
 
 
 _LOW = (torch.bfloat16, torch.float16)

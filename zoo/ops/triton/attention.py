@@ -131,15 +131,30 @@ _STRIDES = "query_image", "query_row", "key_image", "key_row", "value_image", "v
 
 @kernel(do_not_specialize=[*_STRIDES, "units", "queries", "keys"])
 def _short_attention(
-    query, key, value, out, query_image, query_row, key_image, key_row, value_image, value_row, units, queries, keys,
-    scale: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    query, key, value, out, offsets, query_image, query_row, key_image, key_row, value_image, value_row, units, queries,
+    keys, scale: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(2).to(tl.int64)
     skipped = tl.program_id(1) * units * VECTOR
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    q = _load_rows(query + image * query_image * VECTOR + skipped, query_row, row, units, queries, VECTOR, WIDTH)
-    key += image * key_image * VECTOR + skipped
-    value += image * value_image * VECTOR + skipped
+    first_query = image * queries
+    if offsets is not None:
+        # Rows of different lengths, one behind the other.
+        first_query = tl.load(offsets + image).to(tl.int64)
+        queries = (tl.load(offsets + image + 1) - first_query).to(tl.int32)
+        keys = queries
+        query += first_query * query_row * VECTOR
+        key += first_query * key_row * VECTOR
+        value += first_query * value_row * VECTOR
+    else:
+        query += image * query_image * VECTOR
+        key += image * key_image * VECTOR
+        value += image * value_image * VECTOR
+    if tl.program_id(0) * QUERIES >= queries:
+        return
+    q = _load_rows(query + skipped, query_row, row, units, queries, VECTOR, WIDTH)
+    key += skipped
+    value += skipped
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     total_v = tl.zeros([QUERIES, WIDTH], tl.float32)
@@ -159,22 +174,29 @@ def _short_attention(
     total_v /= total[:, None]
     column = tl.arange(0, WIDTH)
     place = row[:, None] * (tl.num_programs(1) * units * VECTOR) + column[None, :]
-    out += image * queries * tl.num_programs(1) * units * VECTOR + skipped
+    out += first_query * tl.num_programs(1) * units * VECTOR + skipped
     seen = (row < queries)[:, None] & (column < units * VECTOR)[None, :]
     tl.store(out + place, total_v.to(out.dtype.element_ty), mask=seen)
 
 
-def short_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Query [B, T, N, D], key and value [B, L, N, D] -> rows [B T, N D]."""
+def short_attention(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor | None = None, longest: int = 0
+) -> Tensor:
+    """Query [B, T, N, D], key and value [B, L, N, D] -> rows [B T, N D].
+
+    With offsets [S + 1] int32, query, key and value [1, R, N, D] are S rows of at most ``longest`` tokens.
+    """
     images, queries, heads, width = query.shape
     out = query.new_empty(images * queries, heads * width)
     if not out.numel():
         return out
+    if offsets is not None:
+        images, queries = offsets.shape[0] - 1, longest
     given = [_in_vectors(each) for each in (query, key, value)]
     strides = [stride // VECTOR for each in given for stride in each.stride()[:2]]
     _short_attention[(ceil_div(queries, QUERIES), heads, images)](
-        *given, out, *strides, width // VECTOR, queries, key.shape[1], LOG2_E / math.sqrt(width), VECTOR=VECTOR,
-        WIDTH=max(16, next_power(width)), QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
+        *given, out, offsets, *strides, width // VECTOR, queries, key.shape[1], LOG2_E / math.sqrt(width),
+        VECTOR=VECTOR, WIDTH=max(16, next_power(width)), QUERIES=QUERIES, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out
 
