@@ -16,7 +16,14 @@ from tests.kernel_checks import DEVICE, MARKS, RELATIVE, in_float64, kernels_run
 from tests.operator_checks import Call, check, tensors
 from zoo.ops import common, transformer
 from zoo.ops import images as ops
-from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
+from zoo.ops.transformer import (
+    add_norm,
+    gated_gelu,
+    gated_gelu_product,
+    layer_norm,
+    packed_attention,
+    short_attention,
+)
 from zoo.ops.triton import attention as attention_kernels
 from zoo.ops.triton import group_norm, tiles
 from zoo.ops.triton import group_norm as kernels
@@ -343,6 +350,18 @@ def test_attends(queries: int, keys: int, count: int, width: int, dtype: torch.d
     query = heads(2, queries, count, width, dtype=dtype, scale=2.0)
     key, value = (heads(2, keys, count, width, dtype=dtype) for _ in range(2))
     attends(short_attention(query, key, value), query, key, value)
+
+
+@pytest.mark.parametrize("dtype", DESCRIBED)
+def test_attends_in_packed_rows(dtype: torch.dtype) -> None:
+    lengths = [70, 0, 1, 129, 64]
+    # What lies behind the last row is left out.
+    query, key, value = heads(sum(lengths) + 9, 3, 2, 24, dtype=dtype, scale=2.0).unbind(1)
+    offsets = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
+    found = packed_attention(query, key, value, offsets, 140).split([*lengths, 9])
+    for row, *given in zip(found, *(each.split([*lengths, 9]) for each in (query, key, value)), strict=True):
+        if row is not found[-1] and len(row):
+            attends(row, *(each[None] for each in given))
 
 
 def test_reads_heads_where_they_lie_in_a_product() -> None:

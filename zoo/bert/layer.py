@@ -25,7 +25,16 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.ops.common import compute_dtype, differentiated, is_unmodified, kernels_run
-from zoo.ops.transformer import add_layer_norm, bias_gelu, low_linear, product, product_runs, takes_low, with_low_copy
+from zoo.ops.transformer import (
+    add_layer_norm,
+    bias_gelu,
+    low_linear,
+    packed_attention,
+    product,
+    product_runs,
+    takes_low,
+    with_low_copy,
+)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -232,15 +241,11 @@ def attend(qkv: Tensor, heads: int, mask: Tensor | None, rows: Rows | None, drop
         mixed = _attend_padded(qkv[rows.table], heads, rows.mask, dropout)
         return mixed.flatten(0, 1)[rows.inverse]
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).unbind(-3)
-    ends = rows.offsets, rows.offsets, rows.longest, rows.longest
     if dropout == 0.0:
-        from torch.nn.attention.varlen import varlen_attn
-
-        mixed = varlen_attn(q, k, v, *ends)  # type: ignore[assignment]
-    else:
-        # The operator below the public function: the public function has no dropout.
-        mixed = torch.ops.aten._flash_attention_forward(q, k, v, *ends, dropout, False, False)[0]
-    return mixed.flatten(1)
+        return packed_attention(q, k, v, rows.offsets, rows.longest)
+    # The operator below torch's public function, which has no dropout.
+    ends = rows.offsets, rows.offsets, rows.longest, rows.longest
+    return torch.ops.aten._flash_attention_forward(q, k, v, *ends, dropout, False, False)[0].flatten(1)
 
 
 def key_mask(attention_mask: Tensor, like: Tensor) -> Tensor:

@@ -352,15 +352,26 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
     if key.shape != value.shape or tuple(key.shape) != expected:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         raise ValueError(f"query, key and value have shapes {shapes}; expected [B, T, N, D] and twice [B, L, N, D]")
-    if bias is None and _short_fits(query, key, value):
+    if bias is None and 0 < key.shape[1] <= MOST_KEYS and _heads_fit(query, key, value):
         return kernels.attention.short_attention(query, key, value)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return mixed.transpose(1, 2).reshape(-1, query.shape[2] * query.shape[3])
 
 
-def _short_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    _, keys, _, width = key.shape
-    low = query.dtype in _LOW and query.dtype == key.dtype == value.dtype
-    fits = low and 0 < keys <= MOST_KEYS and 0 < width <= WIDEST_HEAD and width % 8 == 0
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """Attention in rows that lie one behind the other: query, key and value [R, N, D] -> [R, N D].
+
+    Row s has the tokens from ``offsets[s]`` to ``offsets[s + 1]`` (int32, on the device), at most ``longest``.
+    """
+    if _heads_fit(query, key, value):
+        return kernels.attention.short_attention(query[None], key[None], value[None], offsets, longest)
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(query, key, value, offsets, offsets, longest, longest).flatten(1)  # type: ignore[union-attr]
+
+
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    low, width = query.dtype in _LOW and query.dtype == key.dtype == value.dtype, query.shape[-1]
+    fits = low and 0 < width <= WIDEST_HEAD and width % 8 == 0
     return fits and not differentiated(query, key, value) and kernels_run(query, key, value)

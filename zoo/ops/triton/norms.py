@@ -58,9 +58,11 @@ def _norm(
         value = (value * root[:, None]).to(out.dtype.element_ty).to(tl.float32) * factor
     else:
         offset = tl.load(bias + column, mask=live, other=0.0).to(tl.float32)[None, :]
-        middle = tl.sum(value, 1) / columns
-        # A second pass removes the mean's rounding error. With a small eps a row of equal values would amplify it.
-        middle += tl.sum(tl.where(seen, value - middle[:, None], 0.0), 1) / columns
+        # Rounded as in torch: a row of equal values has zero variance.
+        middle = tl.div_rn(tl.sum(value, 1), tl.zeros([ROWS], tl.float32) + columns)
+        if eps < 1e-7:
+            # A second pass removes the error of the sum, which a row of equal values would amplify.
+            middle += tl.sum(tl.where(seen, value - middle[:, None], 0.0), 1) / columns
         deviation = tl.where(seen, value - middle[:, None], 0.0)
         root = tl.rsqrt(tl.sum(deviation * deviation, 1) / columns + eps)
         if mean is not None:
@@ -166,7 +168,7 @@ def norm(
         rows, at_once = x.numel() // columns, max(1, min(ROWS, TILE // block))
         given = x, added, shift, weight, bias, after, count, summed, total, out, low, mean, rstd, rows, columns, eps
         _norm[(ceil_div(rows, at_once),)](
-            *given, ROWS=at_once, COLUMNS=block, num_warps=4 if at_once > 1 else _warps(block)
+            *given, ROWS=at_once, COLUMNS=block, num_warps=4 if block <= TILE else _warps(block)
         )
     summed = x if summed is None else summed
     return out, low, summed if total is None else total, summed, mean, rstd
