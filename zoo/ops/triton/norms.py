@@ -167,9 +167,9 @@ def norm(
         columns, block = x.shape[-1], next_power(x.shape[-1])
         rows, at_once = x.numel() // columns, max(1, min(ROWS, TILE // block))
         given = x, added, shift, weight, bias, after, count, summed, total, out, low, mean, rstd, rows, columns, eps
-        _norm[(ceil_div(rows, at_once),)](
-            *given, ROWS=at_once, COLUMNS=block, num_warps=4 if block <= TILE else _warps(block)
-        )
+        # Layer norms keep more of a row in registers, and lose less by fewer warps than RMS norms.
+        warps = 4 if at_once > 1 or (bias is not None and block == TILE) else _warps(block)
+        _norm[(ceil_div(rows, at_once),)](*given, ROWS=at_once, COLUMNS=block, num_warps=warps)
     summed = x if summed is None else summed
     return out, low, summed if total is None else total, summed, mean, rstd
 
