@@ -141,9 +141,10 @@ def _speed(race: MeasuredRace, arm: MeasuredArm, over: MeasuredArm) -> Figure | 
     ratio = race.speedup(arm, over)
     if ratio is None:
         return None
-    noise = race.noise or 0.0
+    known = race.noise(arm, over)
+    noise = known or 0.0
     shown = f"{significant(over.p50)} → {significant(arm.p50)} ms, {cells.interval(ratio)}"
-    shown += f", noise {cells.percent(race.noise)}" if race.noise is not None else ""
+    shown += f", noise {cells.percent(known)}" if known is not None else ""
     return Figure(ratio.low / (1 + noise), ratio.value, ratio.high * (1 + noise), shown)
 
 

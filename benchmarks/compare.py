@@ -79,8 +79,7 @@ def compare(old: Rows, new: Rows) -> list[Change]:
         if was_row is None or now_row is None:
             changes.append(Change(was_row, now_row))
             continue
-        pairs = zip(noises, (was_row, now_row), strict=True)
-        floors = [floor for noise, row in pairs if (floor := noise.get(row.case.race)) is not None]
+        floors = [floor for noise in noises if (floor := noise.get(key)) is not None]
         changes.append(_change(was_row, now_row, max(floors, default=None)))
     return changes
 
@@ -100,8 +99,10 @@ def _by_key(rows: Rows) -> dict[str, Result]:
     return found
 
 
-def _noise(rows: Rows) -> dict[tuple[str, ...], float]:
-    return {race.case.race: race.noise for race in races(rows.results, rows.environments) if race.noise is not None}
+def _noise(rows: Rows) -> dict[str, float | None]:
+    return {
+        arm.result.case.key: race.noise(arm) for race in races(rows.results, rows.environments) for arm in race.arms
+    }
 
 
 def _device(rows: Rows, result: Result) -> str:
@@ -172,7 +173,7 @@ def render(changes: Sequence[Change], console: Console) -> None:
         for change in group:
             if change.notes:
                 console.print(Text(f"{change.row.case.arm}: {', '.join(change.notes)}"))
-        noise = group[0].noise
+        noise = max((each.noise for each in group if each.noise is not None), default=None)
         known = f"A/A noise {cells.percent(noise)}" if noise is not None else "No A/A control ran, the noise is unknown"
         if cells.is_unusable(noise):
             console.print(Text(unusable(noise), style="red"))

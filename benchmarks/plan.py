@@ -84,6 +84,11 @@ class Case:
         return name + (" (A/A)" if self.control else "")
 
     @property
+    def captured(self) -> bool:
+        """Whether the step is replayed from CUDA graphs, ours or the compiler's."""
+        return self.cuda_graph or self.mode in CUDA_GRAPH_MODES
+
+    @property
     def key(self) -> str:
         """A stable identity across runs, for ``--resume`` and ``compare``."""
         return " / ".join((*self.race, self.arm))
@@ -144,7 +149,7 @@ def arms_of(
 def expand(
     bases: Iterable[Case], refuses: Callable[[Case], str | None], *, only: Sequence[str] = (), **options: Any
 ) -> tuple[list[Case], Mapping[str, str]]:
-    """All arms of all races, each race with its A/A control last; and the reasons for omitted arms, by case key.
+    """All arms of all races, each race with its A/A controls last; and the reasons for omitted arms, by case key.
 
     ``bases`` has one case per race, ``only`` the patterns for ``matching``, ``options`` the arguments of ``arms_of``.
     """
@@ -163,7 +168,9 @@ def expand(
                 arms.append(case)
         cases += arms
         if len(arms) > 1:  # a single arm has no ratio, so it needs no noise floor
-            cases.append(replace(twin_of(arms), control=True))
+            kinds = [[case for case in arms if case.captured == kind] for kind in (True, False)]
+            own = [kind for kind in kinds if any(case.impl == "zoo" for case in kind)] or [arms]
+            cases += [replace(twin_of(kind), control=True) for kind in own]
     return cases, refused
 
 

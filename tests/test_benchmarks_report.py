@@ -237,6 +237,23 @@ def _three_steps() -> list[Result]:
     ]
 
 
+def test_arms_in_a_cuda_graph_are_told_apart_by_the_noise_of_their_own_kind() -> None:
+    graph = {"strategy": "regional", "cuda_graph": True}
+    rows = [
+        row(1.0, seed=1, **graph), row(1.01, seed=2, control=True, **graph), row(1.1, seed=3, impl="upstream", **graph),
+        row(2.0, strategy="eager", seed=4), row(3.0, strategy="eager", seed=5, control=True),
+        row(2.6, impl="upstream", strategy="eager", seed=6),
+    ]  # fmt: skip
+    found = shown_race(rows)
+    ours, theirs, our_eager, their_eager = found.arms
+    assert found.noise(ours, theirs) == pytest.approx(0.01, abs=0.01) and found.noise() == found.noise(ours, our_eager)
+    assert found.noise(our_eager) == pytest.approx(0.5, abs=0.02)
+    assert found.verdict(ours, theirs) == "faster" and found.verdict(our_eager, their_eager) == "undetermined"
+    # A control of one kind alone serves all.
+    alone = shown_race([each for each in rows if each.case.captured or not each.case.control])
+    assert alone.noise(our_eager) == alone.noise(ours) == found.noise(ours)
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [

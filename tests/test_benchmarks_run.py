@@ -190,15 +190,15 @@ GPU = replace(CPU, device="cuda")
 
 GPU_ARMS = ["zoo eager", "zoo full", "zoo regional", "zoo regional + CUDA graph"]
 THEIR_ARMS = ["upstream eager", "upstream full", "upstream regional"]
-CONTROL = "zoo regional + CUDA graph (A/A)"
+CONTROLS = ["zoo regional + CUDA graph (A/A)", "zoo regional (A/A)"]
 NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
-    (GPU, {}, [*GPU_ARMS, *THEIR_ARMS[:2], "upstream full reduce-overhead", "upstream regional", CONTROL]),
+    (GPU, {}, [*GPU_ARMS, *THEIR_ARMS[:2], "upstream full reduce-overhead", "upstream regional", *CONTROLS]),
     (CPU, {}, [*GPU_ARMS[:3], *THEIR_ARMS, "zoo regional (A/A)"]),
     (
         GPU, {"impls": ["zoo", "upstream-tuned"], "strategies": ["full", "full+cudagraph"]},
         [
             "zoo full", "zoo full + CUDA graph", "upstream-tuned full", "upstream-tuned full + CUDA graph",
-            "zoo full + CUDA graph (A/A)",
+            "zoo full + CUDA graph (A/A)", "zoo full (A/A)",
         ],
     ),
     (CPU, {"impls": ["upstream"]}, [*THEIR_ARMS, "upstream regional (A/A)"]),
@@ -208,7 +208,7 @@ NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
         ["zoo eager", "zoo full", "zoo full dynamic", "zoo full (A/A)"],  # the control is a static one's
     ),
     (CPU, {"impls": ["zoo"], "strategies": ["full+dynamic"]}, ["zoo full dynamic"]),
-    (GPU, {"only": ["zoo regional*", "upstream eager"]}, [*GPU_ARMS[2:], "upstream eager", CONTROL]),
+    (GPU, {"only": ["zoo regional*", "upstream eager"]}, [*GPU_ARMS[2:], "upstream eager", *CONTROLS]),
 ]  # fmt: skip
 
 
@@ -225,9 +225,10 @@ def test_the_zoo_without_its_kernels_is_an_arm_to_ask_for_and_what_cannot_be_is_
     captured = " regional + CUDA graph"
     assert [case.arm for case in cases] == [
         "zoo eager", f"zoo{captured}", "zoo-library eager", f"zoo-library{captured}", f"zoo{captured} (A/A)",
+        "zoo eager (A/A)",
     ]  # fmt: skip
-    assert {case.impl for case in cases} == {"zoo"} and len({case.key for case in cases}) == 5
-    assert [case.kernels for case in cases] == [True, True, False, False, True]
+    assert {case.impl for case in cases} == {"zoo"} and len({case.key for case in cases}) == 6
+    assert [case.kernels for case in cases] == [True, True, False, False, True, True]
     assert "the zoo runs no kernels of its own" in str(refusal(replace(CPU, kernels=False)))
     assert refusal(replace(GPU, kernels=False)) is None
     cases, refused = expand([GPU], declared, strategies=["full+dynamic", "eager"])

@@ -132,8 +132,7 @@ class MeasuredRace:
     arms: tuple[MeasuredArm, ...]  # those that ran, fastest first, without A/A controls
     failures: tuple[Result, ...]
     clock: Literal["device", "wall"]  # device events, or the wall clock if an arm has no device times
-    noise: float | None  # the A/A noise floor as a fraction; None if no control ran with its twin
-    noise_arm: str | None  # the arm whose control measured the noise
+    floors: tuple[tuple[float, MeasuredArm], ...]  # A/A noise floors as fractions, and the arms whose copies ran
     extra: str = ""  # the name of its question, for a race outside the family's tables
 
     @property
@@ -195,10 +194,19 @@ class MeasuredRace:
     def samples(self, arm: MeasuredArm) -> list[float]:
         return _samples(arm.result, self.clock)
 
+    def noise(self, *arms: MeasuredArm) -> float | None:
+        """The A/A noise floor of these arms, or of all, as a fraction; None if no control ran with its twin.
+
+        Arms in a CUDA graph have another noise than arms that the host launches.
+        """
+        kinds = {arm.result.case.captured for arm in arms}
+        alike = [floor for floor, twin in self.floors if twin.result.case.captured in kinds]
+        return max(alike or [floor for floor, _ in self.floors], default=None)
+
     def verdict(self, arm: MeasuredArm, over: MeasuredArm | None) -> Verdict | None:
         """The verdict on this speed-up, from its interval and the noise floor."""
         ratio = self.speedup(arm, over)
-        return None if ratio is None else stats.verdict(ratio, self.noise)
+        return None if ratio is None or over is None else stats.verdict(ratio, self.noise(arm, over))
 
     def overtakes(self, arm: MeasuredArm, over: MeasuredArm) -> bool:
         """Whether calls of ``arm`` pay back its higher cost: its verdict and its median are faster."""
@@ -280,16 +288,6 @@ _paired = functools.lru_cache(maxsize=4096)(stats.paired_ratio)
 _unpaired = functools.lru_cache(maxsize=4096)(stats.unpaired_ratio)
 
 
-def _noise(arms: Iterable[MeasuredArm], clock: str) -> tuple[float | None, str | None]:
-    """The widest A/A interval of the race's controls, and the arm it was measured with."""
-    found = [
-        (stats.noise_floor(_ratio(arm.result, arm.control, clock)), arm.name)
-        for arm in arms
-        if arm.p50 is not None and arm.control is not None and _samples(arm.control, clock)
-    ]
-    return max(found, key=lambda each: each[0], default=(None, None))
-
-
 def races(results: Iterable[Result], environments: Mapping[str, Mapping[str, Any]]) -> list[MeasuredRace]:
     """Rows grouped into races, in the order in which they first appear."""
     groups: dict[tuple[str, ...], list[Result]] = {}
@@ -340,15 +338,18 @@ def _race(results: list[Result], environment: Mapping[str, Any]) -> MeasuredRace
             p50, p95 = (stats.median(samples), stats.p95(samples)) if samples else (None, None)
             rounding = greatest if error is None else error
             arms.append(MeasuredArm(result, p50, p95, rounding, controls.get(result.case.key)))
-    noise, noise_arm = _noise(arms, clock)
+    floors = (
+        (stats.noise_floor(_ratio(arm.result, arm.control, clock)), arm)
+        for arm in arms
+        if arm.p50 is not None and arm.control is not None and _samples(arm.control, clock)
+    )
     return MeasuredRace(
         case=results[0].case,
         environment=environment,
         arms=tuple(sorted(arms, key=lambda arm: math.inf if arm.p50 is None else arm.p50)),
         failures=tuple(result for result in results if result.status != "ok"),
         clock=clock,
-        noise=noise,
-        noise_arm=noise_arm,
+        floors=tuple(floors),
     )
 
 

@@ -171,17 +171,18 @@ def _section(race: MeasuredRace, *, draw: bool) -> dict[str, Any]:
 
 def lead(race: MeasuredRace) -> str:
     """The recommended arm in plain words; losses are stated as clearly as wins."""
-    if cells.is_unusable(race.noise):
-        return unusable(race.noise)
     timed = [arm for arm in race.arms if arm.p50 is not None and not arm.wrong and arm.result.case.kernels]
     if not timed:
         return "No arm has a steady time and a correct output, so no advice is possible."
     fastest, *others = timed  # arms are sorted by time
+    noise = race.noise(fastest)
+    if cells.is_unusable(noise):
+        return unusable(noise)
     milliseconds = f"{cells.significant(fastest.p50)} ms a call"
     if not others:
         return f"Only {fastest.name} has a steady time: {milliseconds}; no other arm to compare it with."
     ratios = [race.speedup(arm, fastest) for arm in others]
-    if race.noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
+    if noise == math.inf or not any(ratio is not None and ratio.has_interval for ratio in ratios):
         return f"Too few rounds to tell the arms apart; measure again with at least {stats.MIN_ROUNDS} rounds."
     said = [f"{fastest.name} is the fastest, {milliseconds}{_against_upstream(race, fastest)}."]
     if fastest.paid("cold") is None:
@@ -210,7 +211,8 @@ def gains(shown: Sequence[MeasuredRace]) -> dict[MeasuredRace, str]:
         ]
         if theirs:
             told = f"{ours.name} {gain(ours.cold_seconds, ours.p50, theirs)}."
-            lines[race] = f"{subject}: {unusable(race.noise) if cells.is_unusable(race.noise) else told}"
+            noise = race.noise(ours)
+            lines[race] = f"{subject}: {unusable(noise) if cells.is_unusable(noise) else told}"
     return lines
 
 
