@@ -228,6 +228,7 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.config = config
+        self.head_width = config.hidden_size // config.num_attention_heads
         self.embeddings = BertEmbeddings(config)
         self.layers = nn.ModuleList(BertLayer(config) for _ in range(config.num_hidden_layers))
         self.head = make_head(config)
@@ -257,7 +258,7 @@ class Bert(nn.Module):
         Raises:
             TypeError, ValueError: If an input does not fit, before anything runs. Only values on the host are checked.
         """
-        config, batch, place, mask, rows = self.config, None, None, None, None
+        config, batch, mask, rows, back = self.config, None, None, None, None
         _check_inputs(config, input_ids, attention_mask, token_type_ids, position_ids)
         if isinstance(input_ids, PackedBatch):
             batch, tokens = input_ids, input_ids.input_ids.shape[0]
@@ -265,7 +266,7 @@ class Bert(nn.Module):
             if labels is not None and config.head in ("masked-lm", "token-classification") and labels.dim() == 2:
                 labels = batch.take(labels, fill=-100)
             x = self.embeddings(*map(_match_mode, (batch.input_ids, batch.token_type_ids, batch.position_ids)))
-            rows = rows_of(batch.offsets, batch.length, tokens, x, config.hidden_size // config.num_attention_heads)
+            rows = rows_of(batch.offsets, batch.length, tokens, x, self.head_width)
             rows = rows._replace(offsets=_match_mode(rows.offsets))
         else:
             count, length = input_ids.shape
@@ -276,37 +277,38 @@ class Bert(nn.Module):
                 attention_mask = None
             x = self.embeddings(*map(_match_mode, (input_ids, token_type_ids, position_ids)))
             if attention_mask is not None and labels is None and start_positions is None and self._skips_padding(x):
-                x, rows, place = self._without_padding(x, attention_mask)
+                x, rows, back = self._without_padding(x, attention_mask)
             elif attention_mask is not None:
                 mask = key_mask(attention_mask, x)
         for layer in self.layers:
             x = layer(x, mask, rows)
-        if place is not None and attention_mask is not None:
-            x = torch.where((attention_mask != 0)[..., None], x[place], 0.0)
+        if back is not None:
+            real, place = back
+            x = torch.where(real[..., None], x[place], 0.0)
         return self._score(x, labels, start_positions, end_positions, batch)
 
     def _skips_padding(self, x: Tensor) -> bool:
         """Whether the GPU skips the padding of this batch. Nothing may learn: what it leaves out is not initialised."""
-        head_width = self.config.hidden_size // self.config.num_attention_heads
-        if x.numel() < LEAST_ROWS * x.shape[-1] or not kernel_runs(x, head_width):
+        if x.numel() < LEAST_ROWS * x.shape[-1] or not kernel_runs(x, self.head_width):
             return False
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
             return False
         # A hook would see tokens where it expects rows.
         return all(is_unmodified(layer, BertLayer) for layer in self.layers)
 
-    def _without_padding(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Rows, Tensor]:
-        """X [B, T, C] -> [B T, C], its real tokens and then others; their rows; the place [B, T] of each token of x.
+    def _without_padding(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Rows, tuple[Tensor, Tensor]]:
+        """X [B, T, C] -> [B T, C], its real tokens and then others, as many as the GPU alone knows; and their rows.
 
-        The GPU alone knows how many tokens are real.
+        Then which tokens of x are real, and where they are now, both [B, T].
         """
-        count, length, width = x.shape
-        ends = (mask != 0).flatten().cumsum(0)
+        count, length, _ = x.shape
+        real = mask != 0
+        ends = real.flatten().cumsum(0)
         tokens = torch.searchsorted(ends, torch.arange(1, count * length + 1, device=x.device))
         x = x.flatten(0, 1)[tokens.clamp(max=count * length - 1)]
         offsets = F.pad(ends.view(count, length)[:, -1], (1, 0)).int()
-        rows = rows_of(offsets, length, count * length, x, width // self.config.num_attention_heads)
-        return x, rows._replace(real=ends[-1:].int()), (ends - 1).clamp(min=0).view(count, length)
+        rows = rows_of(offsets, length, count * length, x, self.head_width)
+        return x, rows._replace(real=ends[-1:].int()), (real, (ends - 1).clamp(min=0).view(count, length))
 
     def _score(
         self, x: Tensor, labels: Tensor | None, start: Tensor | None, end: Tensor | None, batch: PackedBatch | None

@@ -18,8 +18,6 @@ from zoo.ops.triton.tiles import add_parts
 
 # Maximum programs of the backward: four per multiprocessor of a large GPU, and a power of two like most row counts.
 PROGRAMS = 512
-
-
 # Maximum rows of a tile, and its elements: 16 for each thread of 4 warps. Wider rows take 8 for each thread.
 ROWS, TILE = 4, 2048
 
