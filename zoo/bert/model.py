@@ -293,6 +293,9 @@ class Bert(nn.Module):
             return False
         if torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
             return False
+        # An answer is the highest score of a row: of zeros, padding would have the score of the bias.
+        if isinstance(self.head, SpanHead):
+            return False
         # A hook would see tokens where it expects rows.
         return all(is_unmodified(layer, BertLayer) for layer in self.layers)
 
