@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -210,26 +211,75 @@ def shifted(x: Tensor) -> Tensor:
     return x + 1
 
 
+def scaled(x: Tensor, by: float = 2.0) -> Tensor:
+    return by * x
+
+
+ACTIVATION = torch.sigmoid
+
+
 class Calls(OfModule):
+    OFFSET = 0.5
+
     def forward(self, x: Tensor) -> Tensor:
-        return shifted(self.twice(self.linear(x)))
+        return ACTIVATION(shifted(self.twice(self.linear(x))) + scaled(x) + self.OFFSET)
 
     def twice(self, x: Tensor) -> Tensor:
         return 2 * x
 
 
-@pytest.mark.parametrize("where", [sys.modules[__name__], Calls], ids=["a function", "a method"])
-def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, where) -> None:
+HERE = sys.modules[__name__]
+REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "a function": (HERE, "shifted", lambda x: x - 1), "a method": (Calls, "twice", lambda self, x: 3 * x),
+    "a default": (scaled, "__defaults__", (3.0,)), "a constant of a class": (Calls, "OFFSET", 1.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, what) -> None:
     written_and_loaded(Calls, tmp_path / "compiled")
-    if where is Calls:
-        monkeypatch.setattr(Calls, "twice", lambda self, x: 3 * x)
-    else:
-        monkeypatch.setattr(where, "shifted", lambda x: x - 1)
+    monkeypatch.setattr(*REPLACED[what])
     torch.compiler.reset()
     with pytest.raises(
-        zoo.ArtifactError, match="test_artifacts has changed, or a function or class in it was replaced"
+        zoo.ArtifactError, match="test_artifacts has changed, or a function, class or constant in it differs"
     ):
         zoo.load_compiled(nn.Sequential(Calls(), Calls(), Calls()).eval(), tmp_path / "compiled", strict=True)
+
+
+def test_another_function_of_torch_under_a_name_is_compiled_again(tmp_path, monkeypatch) -> None:
+    written_and_loaded(Calls, tmp_path / "compiled")
+    x = torch.randn(4, 8)
+    monkeypatch.setattr(HERE, "ACTIVATION", torch.tanh)
+    torch.compiler.reset()
+    model = nn.Sequential(Calls(), Calls(), Calls()).eval()
+    zoo.load_compiled(model, tmp_path / "compiled", strict=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), eager(model, x))
+        with pytest.raises(zoo.BudgetError, match="has no graph for these inputs"), zoo.enforce_budget(model):
+            model(x[:2])
+
+
+def test_a_folder_with_anything_else_is_not_replaced(folder: Path, tmp_path: Path) -> None:
+    model, path = Shifts().eval(), tmp_path / "with_weights"
+    shutil.copytree(folder, path)
+    (path / "model.safetensors").write_text("weights")
+    zoo.compile_regions(model)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    with pytest.raises(
+        ValueError, match="with_weights is not a folder of compiled regions: it holds model.safetensors"
+    ):
+        zoo.save_compiled(model, path)
+    assert (path / "model.safetensors").read_text() == "weights"
+    with mock.patch.object(Path, "is_mount", return_value=True), pytest.raises(ValueError, match="is a mount point"):
+        zoo.save_compiled(model, tmp_path / "new")
+
+
+def test_a_folder_of_other_regions_than_the_models_says_so(folder: Path) -> None:
+    model = Shifts().eval()
+    zoo.compile_regions(model, regions=[nn.Linear])
+    with pytest.raises(zoo.ArtifactError, match="test_artifacts.Shifted is no compiled region of this model"):
+        zoo.load_compiled(model, folder, strict=True)
 
 
 def test_a_key_is_looked_up_by_its_module_and_not_by_the_compilers_name_for_it() -> None:

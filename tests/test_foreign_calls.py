@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.utils import compile_regions as accelerate_regions
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
@@ -38,6 +40,39 @@ def as_uncompiled(model: nn.Module, *given: Any, graphs: dict[str, int], budget:
             for _ in range(2):
                 torch.testing.assert_close(model(*given), expected)
     assert graphs_of(model) == graphs
+
+
+ACTIVATION, LISTED, TABLE = F.gelu, [torch.sigmoid], {"act": F.silu}
+HOLDER, KIND, LIBRARY = types.SimpleNamespace(act=torch.tanh), nn.GELU, F
+
+
+class Activates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        chosen = x if KIND is nn.GELU else -x
+        return ACTIVATION(x) + LISTED[0](x) + TABLE["act"](x) + HOLDER.act(x) + LIBRARY.softplus(chosen)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ["ACTIVATION", "own ACTIVATION", "LISTED", "TABLE", "HOLDER", "KIND", "LIBRARY"])
+def test_a_name_that_held_a_function_of_torch_may_hold_another(name: str, backend: str, monkeypatch) -> None:
+    model, x = nn.Sequential(Activates(), Activates()).eval(), torch.randn(3, 8)
+    eager = copy.deepcopy(model)
+    compiled(model, backend=backend)
+    new = {
+        "ACTIVATION": F.relu, "own ACTIVATION": lambda x: 3 * x, "LISTED": [torch.cos], "TABLE": {"act": F.relu},
+        "HOLDER": types.SimpleNamespace(act=torch.sin), "KIND": nn.ReLU,
+        "LIBRARY": types.SimpleNamespace(softplus=torch.sin),
+    }  # fmt: skip
+    with torch.no_grad():
+        before = model(x)
+        monkeypatch.setitem(globals(), name.split()[-1], new[name])
+        torch.testing.assert_close(model(x), eager(x))
+    assert not torch.allclose(before, model(x))
 
 
 def foreign(name: str) -> nn.Module:

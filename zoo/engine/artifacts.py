@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import hashlib
 import hmac
@@ -132,11 +133,31 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
 
 def check_target(path: Path) -> None:
     """Refuse a folder that holds something other than compiled regions, and one that cannot be written."""
-    if path.exists() and not (path / _INDEX).exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} is not a folder of compiled regions; name a new or an empty one")
+    if path.exists() and (others := _other_files(path)):
+        raise ValueError(
+            f"{path} is not a folder of compiled regions: it holds {', '.join(others[:4])}; name a new or an empty one"
+        )
+    if path.is_mount():
+        raise ValueError(f"{path} is a mount point, which cannot be replaced: name a folder inside it")
     parent = next(each for each in path.absolute().parents if each.exists())
-    if not os.access(parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written: {parent} is read-only; name a folder elsewhere")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent))
+    except OSError as error:
+        raise PermissionError(
+            f"{path} cannot be written: {parent}: {error.strerror}; name a folder elsewhere"
+        ) from None
+
+
+def _other_files(path: Path) -> list[str]:
+    """What a path holds that ``save_compiled`` did not write there."""
+    if not path.is_dir():
+        return ["a file"]
+    try:
+        index = json.loads((path / _INDEX).read_text())
+        known = {_INDEX, *index["files"], *(entry["file"] for entry in index["entries"])}
+    except (OSError, ValueError, LookupError, TypeError):
+        known = set()
+    return sorted(each.name for each in path.iterdir() if each.name not in known)
 
 
 def _check_key(key: bytes | str | None) -> None:
@@ -309,7 +330,7 @@ def _differences(index: Mapping[str, Any], model: nn.Module) -> list[str]:
         elif before != now:
             found.append(f"{name} was {before}, is {now}")
     changed = [name for name, known in index["sources"].items() if _hash_of_module(name) != known]
-    return found + [f"{name} has changed, or a function or class in it was replaced" for name in changed]
+    return found + [f"{name} has changed, or a function, class or constant in it differs" for name in changed]
 
 
 # Fields of transformers' configs that no block reads.
@@ -367,9 +388,10 @@ def _hash_of_zoo() -> str:
 
 
 def _hash_of_module(name: str) -> str | None:
-    """The hash of an imported module's source file, and of the functions and classes that it and its classes hold.
+    """The hash of an imported module's source file, and of what it and its classes hold that a graph takes as constant.
 
-    None for one that is not imported, which no class comes from.
+    Those are functions and classes, defaults of functions, and numbers and strings of classes that its code does not
+    set itself. None for a module that is not imported, which no class comes from.
     """
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
@@ -377,13 +399,30 @@ def _hash_of_module(name: str) -> str | None:
         return None
     own = {key: each for key, each in vars(module).items() if not key.startswith("__")}  # without Dynamo's names
     classes = [each for each in own.values() if isinstance(each, type) and each.__module__ == name]
-    held = [
-        (space, key, each.__module__, each.__qualname__, getattr(getattr(each, "__code__", None), "co_firstlineno", 0))
-        for space, names in [(name, own), *((each.__qualname__, vars(each)) for each in classes)]
-        for key, each in names.items()
-        if isinstance(each, type | types.FunctionType)
-    ]
+    spaces = [(name, own), *((each.__qualname__, dict(vars(each))) for each in classes)]
+    functions = [each for _, names in spaces for each in names.values() if isinstance(each, types.FunctionType)]
+    written = {step.argval for each in functions for step in dis.get_instructions(each) if step.opname == "STORE_ATTR"}
+    held: list[tuple[str, ...]] = []
+    for space, names in spaces:
+        for key, each in names.items():
+            if isinstance(each, types.FunctionType):
+                defaults = repr([_constant(each.__defaults__), _constant(each.__kwdefaults__)])
+                place = str(each.__code__.co_firstlineno)
+                held.append((space, key, each.__module__, each.__qualname__, place, defaults))
+            elif isinstance(each, type):
+                held.append((space, key, each.__module__, each.__qualname__))
+            elif names is not own and not key.startswith("__") and key not in written:
+                held.append((space, key, repr(_constant(each))))
     return hashlib.sha256(Path(file).read_bytes() + repr(sorted(held)).encode()).hexdigest()
+
+
+def _constant(value: Any) -> Any:
+    """A number, a string, or a tuple or dict of some; the class of anything else."""
+    if isinstance(value, tuple):
+        return tuple(map(_constant, value))
+    if isinstance(value, dict):
+        return {key: _constant(each) for key, each in value.items()}
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 
 def _modules_of(files: set[str]) -> set[str]:
@@ -412,6 +451,9 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     for entry in index["entries"]:
         data = _checked(path / Path(entry["file"]).name, entry, problems)
         served = calls.get(entry["region"], [])
+        if not served:
+            problem = f"{entry['region']} is no compiled region of this model"
+            problems += [] if problem in problems else [problem]
         if data is None or not served:
             continue
         try:

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -119,7 +119,9 @@ class RegionCall:
 
     def _compile(self, run: Callable[..., Any]) -> Any:
         how = dict(self._options())
-        how["options"] = {"guard_filter_fn": _worth_guarding, **(how.get("options") or {})}
+        of_library = in_library(self.forward.__globals__)
+        filtering = _worth_guarding_in_library if of_library else _worth_guarding
+        how["options"] = {"guard_filter_fn": filtering, **(how.get("options") or {})}
         return torch.compile(run, fullgraph=self._fullgraph, dynamic=self._dynamic, **how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +298,7 @@ class RegionCall:
         met = getattr(error, "inner_exception", None)  # by the backend; the machine's faults are not the module's
         if type(met).__name__ == "InvalidCxxCompiler":
             remedy = "Install a C++ compiler such as g++, or name one in the environment's CXX"
-        elif isinstance(met, OSError):
+        elif isinstance(met, OSError) and not isinstance(met, TimeoutError):
             remedy = "The compiler writes to TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR: name writable folders"
         if "NestedTensor" in str(error):
             remedy = "nn.TransformerEncoder makes no nested tensors once its use_nested_tensor is False"
@@ -408,12 +410,12 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self._call_impl(*args, **kwargs)
 
 
-# Functions, classes and modules of these packages are half of what Dynamo guards in a block, and nobody replaces them.
+# What these packages hold is half of what Dynamo guards in a block, and nobody replaces it there.
 _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"}
 
 
-def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
-    """For each guard of a graph: whether it is checked in every call."""
+def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[bool]:
+    """For each guard of a graph: whether it is checked in every call. Its code may be of a library."""
     # Torch leaves an object in this dict if a guard asks it for an attribute that it lacks. An input would stay in
     # memory as long as the process, with the history of its gradient.
     values: dict[str, Any] = getattr(sys.modules["torch._dynamo.guards"], "_CLOSURE_VARS", None) or {}
@@ -421,13 +423,14 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
         del values[name]
     note_guards(guards)
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    held = {each.name: each.value for each in guards if each.has_value}
     kinds: dict[str, set[str]] = {}
     for each in guards:
         kinds.setdefault(each.name, set()).add(each.guard_type)
         # Torch builds the guards again and compares what they guard: a NumPy array is a new tensor each time.
         each.orig_guard.obj_weakref = None
     return [
-        not (each.is_global and each.has_value and is_library_code(each.value))
+        not (each.is_global and each.has_value and is_fixed(each.name, each.guard_type, each.value, held, of_library))
         and not _is_implied(each, kinds)
         # This guard calls Python, and concerns only hooks that the compiler writes into a graph.
         and (hooked or each.guard_type != "AUTOGRAD_SAVED_TENSORS_HOOKS")
@@ -435,6 +438,8 @@ def _worth_guarding(guards: Sequence[Any]) -> list[bool]:
     ]
 
 
+# One object, since Dynamo compares it.
+_worth_guarding_in_library = functools.partial(_worth_guarding, of_library=True)
 _IS_DICT_OF_MODULE = re.compile(r"\._(modules|parameters|buffers)$").search
 _IS_CONSTANT_OF_OURS = re.compile(r"G\['__import_zoo_\w+'\]\.\w+(\[\d+\])?$").match
 
@@ -453,7 +458,24 @@ def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
     return bool((kind == "TYPE_MATCH" and _IS_DICT_OF_MODULE(name)) or _IS_CONSTANT_OF_OURS(name))
 
 
-def is_library_code(value: object) -> bool:
+def is_fixed(name: str, kind: str, value: object, held: Mapping[str, Any], of_library: bool) -> bool:
+    """Whether a global is code of a library that nobody replaces, since a library holds it; ``held`` by sources.
+
+    A name of the user's module may be set to another function of torch, and so may what an object or a dict holds.
+    """
+    if "." in name:
+        inside = _is_library_code(held.get(name.rpartition(".")[0])) or kind == "DUPLICATE_INPUT"
+    else:
+        inside = name.startswith("G['__") or of_library  # the former are Dynamo's
+    return inside and _is_library_code(value)
+
+
+def in_library(space: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of a module of Python, torch, Triton or the zoo."""
+    return str(space.get("__name__")).partition(".")[0] in _LIBRARIES
+
+
+def _is_library_code(value: object) -> bool:
     """Whether a value is a module, class or function of Python, torch, Triton or the zoo."""
     if isinstance(value, types.ModuleType):
         return value.__name__.partition(".")[0] in _LIBRARIES

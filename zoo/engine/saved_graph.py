@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.call import is_library_code
+from zoo.engine.call import in_library, is_fixed
 from zoo.engine.signature import as_written, own_class
-from zoo.engine.traced import MODES, Guard, TensorKind, Traced, torch_state
+from zoo.engine.traced import MODES, TensorKind, Traced, torch_state
 
 # Kinds of guards. Checked by the state of torch.
 _OF_STATE = {
@@ -271,9 +271,12 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
     """The guards of code whose globals are ``space``; UnsavableError if another process cannot check one."""
     writer = _Writer(space)
     tensors: dict[str, TensorKind] = {}
+    held = {guard.name: guard.value for guard in traced.guards}
     for guard in traced.guards:
         kind, value = guard.kind, guard.value
-        if kind in _OF_STATE or any(part in guard.name for part in _CODE) or _is_library(guard, space):
+        if kind in _OF_STATE or any(part in guard.name for part in _CODE):
+            continue
+        if guard.name.startswith("G[") and is_fixed(guard.name, kind, value, held, in_library(space)):
             continue
         if kind == "SHAPE_ENV":  # conditions on symbols
             for code in guard.code:
@@ -290,6 +293,8 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
         elif kind == "CLOSURE_MATCH" and isinstance(value, types.FunctionType) and not _has_name(value):
             # Behind a decorator, say. Dynamo compares the code as well, and guards what it closes over on its own.
             writer.ask(f"{writer.constant(SameCode(value.__code__))}({writer.text(guard.name)})")
+        elif kind in _IDENTITY and isinstance(value, types.ModuleType):
+            writer.ask(f"{writer.text(guard.name)} is M[{value.__name__!r}]")
         elif kind in _IDENTITY or (kind in _CONSTANT and isinstance(value, bool | None)):
             writer.ask(f"{writer.text(guard.name)} is {writer.constant(value)}")
         elif kind in _CONSTANT:
@@ -333,14 +338,6 @@ def _has_name(function: types.FunctionType) -> bool:
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is function
-
-
-def _is_library(guard: Guard, space: Mapping[str, Any]) -> bool:
-    """Whether a guard checks code of torch, Python or the zoo, which is fixed, or checked by its hash."""
-    if not guard.name.startswith("G["):
-        return False
-    root = space.get(guard.name.split("'")[1])
-    return is_library_code(guard.value) or (guard.kind in _IDENTITY and (root is None or is_library_code(root)))
 
 
 class _Writer(ast.NodeTransformer):
