@@ -266,7 +266,9 @@ class RegionCall:
         first, settled, frames = not self._sizes, self._settled, counters["frames"]["total"]
         with lifted.as_symbols(self._sizes):
             result = compiled(*args, **kwargs)
-        carry_writes(views, (*args, *kwargs.values()))
+        owns = [*args, *kwargs.values()]
+        carry_writes(views, owns)
+        result = as_given(result, [pair for pair in zip(owns, views, strict=True) if pair[0] is not pair[1]])
         self._settled = counters["frames"]["total"] == frames
         if not (settled and self._settled) and (new := self.newly_varied()):
             self._varied |= new

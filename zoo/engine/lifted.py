@@ -475,7 +475,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
 
 
 def as_given(result: Any, swapped: list[tuple[Any, Any]]) -> Any:
-    """A block's result, where what ``own_items`` gave it is again the list or dict that it stands for."""
+    """A block's result, where a stand-in that it was given is again the list, dict or view that it stands for."""
     if type(result) is tuple:
         return tuple([as_given(each, swapped) for each in result])
     return next((container for own, container in swapped if own is result), result)
