@@ -1,5 +1,6 @@
 """Compiled regions in a folder: a new process compiles nothing, and nothing is ever loaded that does not fit."""
 
+import errno
 import gc
 import json
 import math
@@ -9,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -577,9 +579,10 @@ def test_the_command_compiles_and_tells(
         ("llm-debug", ["--device", "cuda", "--out", folder], "torch finds no usable GPU here"),
     ):
         assert main(["compile", name, *option]) == 2 and words in capsys.readouterr().err
-    monkeypatch.setattr(os, "access", lambda place, _: place != tmp_path)
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(tempfile, "mkdtemp", mock.Mock(side_effect=read_only))
     assert main(["compile", "gcn-debug", "--out", str(tmp_path / "new")]) == 2
-    assert f"new cannot be written: {tmp_path} is read-only" in capsys.readouterr().err
+    assert f"new cannot be written: {tmp_path}: Read-only file system" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -590,3 +593,13 @@ def test_the_command_compiles_what_a_session_calls(tmp_path: Path) -> None:
     before = graphs()
     Session(model, 1, 16).generate([[1, 2, 3]], max_new_tokens=4)
     assert graphs() == before + 1  # the prompt's, which was not compiled
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [(KeyboardInterrupt, 130, "stopped\n"), (BrokenPipeError, 1, "")])
+def test_a_command_that_is_stopped_or_not_read_ends_in_silence(error, code, said, monkeypatch, capfd) -> None:
+    def stop(given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("zoo.__main__._list", stop)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    assert main(["list"]) == code and capfd.readouterr().err == said

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from accelerate.utils import compile_regions as accelerate_regions
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.utils import _pytree as pytree
 
 import zoo
 from benchmarks.conformance import MODELS
@@ -332,6 +333,96 @@ class Dropping(Sequence):
         for index, block in enumerate(self.blocks):
             x = x if index in self.dropped else block(x)
         return x
+
+
+def collect(place: int, held: Any, y: Tensor) -> Tensor:
+    if isinstance(held, dict):
+        held[place] = y.detach()
+    return y
+
+
+def oldest(place: int, held: Any, y: Tensor) -> Tensor:
+    first = next(iter(held), None)
+    y = y if first is None else y + held[first]
+    held[place] = y
+    return y
+
+
+def mapped(place: int, held: Any, y: Tensor) -> Tensor:
+    return pytree.tree_map(lambda each: each * 2, held)[place] + y
+
+
+def insert(place: int, held: Any, y: Tensor) -> Tensor:
+    held.insert(0, y)
+    return held[place] + y
+
+
+def reverse(place: int, held: Any, y: Tensor) -> Tensor:
+    held.reverse()
+    return held[place] + y
+
+
+def shorten(place: int, held: Any, y: Tensor) -> Tensor:
+    del held[0]
+    held.pop()
+    return held[place] + y if place < len(held) else y
+
+
+class Holding(Wired):
+    """Does with a list or dict of the caller's what code of one's own may do."""
+
+    def __init__(self, place: int, use: Any) -> None:
+        super().__init__()
+        self.place, self.use = place, use
+
+    def forward(self, x: Tensor, held: Any) -> Tensor:
+        return self.use(self.place, held, self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
+@pytest.mark.parametrize("use", [collect, oldest, mapped, insert, reverse, shorten])
+def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
+    eager = Sequence(*(Holding(place, use) for place in range(4)))
+    model = compiled(copy.deepcopy(eager))
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        for count in (9, 12):
+            ours, theirs = (
+                {} if use in (collect, oldest) else [torch.ones(2, 4) * k for k in range(count)] for _ in "ab"
+            )
+            for times in (1, 2):
+                if use is not shorten or times == 1:
+                    torch.testing.assert_close(model(x * times, ours), eager(x * times, theirs))
+            assert type(ours) is type(theirs)
+            torch.testing.assert_close(ours, theirs)
+            assert list(ours) == list(theirs) if isinstance(ours, dict) else len(ours) == len(theirs)
+
+
+class Adds(Wired):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.linear(x))
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Adds() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = x.transpose(0, 1)
+        for block in self.blocks:
+            y = block(y)
+        return y.sin().sum() + x.cos().sum()
+
+
+def test_writes_of_several_blocks_to_a_view_reach_its_base() -> None:
+    eager = Views()
+    model = compiled(copy.deepcopy(eager), backend="aot_eager")
+    x = torch.randn(3, 5, 4)
+    for each in (eager, model):
+        each(x).backward()
+    same_gradients(model, eager)
 
 
 class Slot:

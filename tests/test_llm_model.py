@@ -20,6 +20,7 @@ import zoo
 from tests import fake_gpu
 from tests import llm_reference as reference
 from tests.blocks import Doubled, graphs_of, same_gradients
+from zoo.engine.captured import WeightsMovedError
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer, Session
@@ -699,6 +700,20 @@ def test_leaving_a_stream_early_cuts_the_answer_there(model: LLM, captured: bool
     assert len(answer) == 4 and session.lengths == [5]
     second = session.generate([[8]], max_new_tokens=5)
     torch.testing.assert_close(second, model.generate([[4, 5, *answer, 8]], max_new_tokens=5), rtol=0, atol=0)
+
+
+def test_a_session_captures_again_after_weights_have_moved() -> None:
+    model: Any = zoo.create("llm-debug").eval()
+    session = Session(model, 1, 64, cuda_graph=True)
+    options: dict[str, Any] = {"max_new_tokens": 4, "eos": ()}
+    session.generate([[1, 2]], **options)
+    model.load_state_dict({name: 2 * each for name, each in model.state_dict().items()}, assign=True)
+    session.reset()
+    with pytest.raises(WeightsMovedError, match="next answer captures again"):
+        session.generate([[1, 2]], **options)
+    session.reset()
+    expected = Session(model, 1, 64, cuda_graph=False).generate([[1, 2]], **options)
+    assert torch.equal(session.generate([[1, 2]], **options), expected)
 
 
 def test_a_session_has_one_stream_at_a_time_and_texts_must_fit_into_it(model: LLM) -> None:

@@ -1,6 +1,7 @@
 """What can be compiled, what stands in its way, and what it costs: also of models that the zoo did not write."""
 
 import enum
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -633,3 +634,22 @@ def test_the_page_is_what_is_counted(name: str) -> None:
         # The attention of the first block returns other strides than its input has.
         expected[3:6] = ["2, 2", "zoo 2", "zoo 4"]
     assert graphs(row(name, [OURS])) == expected
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * random.random() * np.random.random()
+        return x
+
+
+def test_looking_at_a_call_draws_no_random_numbers() -> None:
+    model = Draws()
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    zoo.find_regions(model, args=(torch.ones(2, 4),))
+    assert random.getstate() == states[0] and np.random.get_state()[2] == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])

@@ -636,7 +636,7 @@ def device_of(given: str | None) -> str:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Exit code: 0; 1 if nothing can be recommended; 2 on what cannot be measured; 130 when stopped by Ctrl-C."""
+    """Exit code: 0; 1 if nothing can be recommended; 2 on what cannot be measured."""
     with ExitStack() as stack:
         try:
             if given.calls < 1:
@@ -649,9 +649,6 @@ def run(given: argparse.Namespace) -> int:
         except Refused as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
-            return 130
     if all(arm.failure for arm in found.arms[1:]):
         say("Every compiled arm failed, so there is nothing to recommend.")
         return 1

@@ -295,7 +295,9 @@ class RegionCall:
     def _cannot_compile(self, error: Exception) -> str:
         """What Dynamo says, with the module, the line of its code and what can be done."""
         cls = own_class(self.module).__name__
-        leave = f"exclude=[{cls}]" if self._name else "zoo.uncompile(model)"
+        leave = "zoo.uncompile(model)"
+        if self._name:
+            leave = f"exclude=[{cls}], or {leave} if no other region is left"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
         met = getattr(error, "inner_exception", None)  # by the backend; the machine's faults are not the module's
         if type(met).__name__ == "InvalidCxxCompiler":

@@ -388,14 +388,14 @@ def _source(name: str) -> str:
 
 
 class OwnItem(list[Any]):
-    """A list that holds the item at ``own_index`` apart as well."""
+    """A list that holds the item at ``own_index`` apart as well; what moves items looks for it anew."""
 
     def __init__(self, items: list[Any], own_index: int) -> None:
         super().__init__(items)
         self.own_index, self.own = own_index, items[own_index]
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, int) and index == self.own_index:
+        if isinstance(index, int) and index == self.own_index and self.own is not _ABSENT:
             return self.own
         return super().__getitem__(index)
 
@@ -404,14 +404,48 @@ class OwnItem(list[Any]):
             self.own = value
         super().__setitem__(index, value)
 
+    def __delitem__(self, index: Any) -> None:
+        super().__delitem__(index)
+        self._moved()
 
-class OwnEntry(MutableMapping[int, Any]):
-    """The entries of a dict, with the value at ``own_index`` apart.
+    def insert(self, index: Any, item: Any) -> None:
+        """As of a list."""
+        super().insert(index, item)
+        self._moved()
 
-    No dict itself: torch 2.14 checks no guard on an attribute of an empty one.
-    """
+    def pop(self, index: Any = -1) -> Any:
+        """As of a list."""
+        item = super().pop(index)
+        self._moved()
+        return item
+
+    def remove(self, item: Any) -> None:
+        """As of a list."""
+        super().remove(item)
+        self._moved()
+
+    def reverse(self) -> None:
+        """As of a list."""
+        super().reverse()
+        self._moved()
+
+    def _moved(self) -> None:
+        self.own = super().__getitem__(self.own_index) if self.own_index < len(self) else _ABSENT
+
+
+pytree.register_pytree_node(
+    OwnItem,
+    lambda own: (list(own), None),
+    lambda items, _: list(items),
+    flatten_with_keys_fn=lambda own: ([(pytree.SequenceKey(place), each) for place, each in enumerate(own)], None),
+)
+
+
+class OwnEntry(MutableMapping[int, Any], dict):  # type: ignore[type-arg,misc,metaclass]
+    """The entries of a dict, with the value at ``own_index`` apart. What it holds as a dict itself, nobody sees."""
 
     def __init__(self, others: dict[int, Any], own_index: int) -> None:
+        dict.__setitem__(self, None, None)  # type: ignore[index]  # Dynamo checks no guard on an attribute of an empty dict
         self.others = others
         self.own_index = own_index
         self.own = others.get(own_index, _ABSENT)
@@ -436,8 +470,12 @@ class OwnEntry(MutableMapping[int, Any]):
             del self.others[key]
 
     def _whole(self) -> dict[int, Any]:
-        others = {key: value for key, value in self.others.items() if key != self.own_index}
-        return others if self.own is _ABSENT else {**others, self.own_index: self.own}
+        own = {self.own_index: self.own}
+        whole = {key: own.pop(key, value) for key, value in self.others.items()}
+        if self.own is _ABSENT:
+            whole.pop(self.own_index, None)
+            return whole
+        return {**whole, **own}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._whole())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -70,12 +72,19 @@ def buffers_restored(model: nn.Module) -> Iterator[list[tuple[dict[str, Any], di
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put random state and, in training, buffers (running statistics) back as they were."""
+    """Put random state, Python's and NumPy's too, and in training buffers (running statistics) back as they were."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     buffers = buffers_restored(model) if model.training else contextlib.nullcontext()
-    with buffers, torch.random.fork_rng(devices=devices):
-        yield
+    numpy, python = sys.modules.get("numpy"), random.getstate()
+    arrays = numpy and numpy.random.get_state()
+    try:
+        with buffers, torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(arrays)
 
 
 @contextlib.contextmanager

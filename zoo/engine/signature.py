@@ -294,7 +294,7 @@ def _contents(value: Any, depth: int = 2) -> Attribute | None:
 
 def is_torch_class(cls: type) -> bool:
     """Whether torch itself defines the class."""
-    return cls.__module__.partition(".")[0] == "torch"
+    return str(cls.__module__).partition(".")[0] == "torch"  # None of a class that exec made
 
 
 def forward_in_torch_nn(cls: type[nn.Module]) -> bool:

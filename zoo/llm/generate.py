@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo import validate
+from zoo.engine.captured import WeightsMovedError
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.ops.common import kernels_run
@@ -188,9 +189,13 @@ class Session:
         while first < total:
             last = min(first + options.stride, total)
             with torch.inference_mode():
-                for _ in range(first, last):
-                    step = self._steps[greedy] if self.captures else decode_step
-                    step(self.model, self.cache, self.state, greedy)
+                step = self._steps[greedy] if self.captures else decode_step
+                try:
+                    for _ in range(first, last):
+                        step(self.model, self.cache, self.state, greedy)
+                except WeightsMovedError as error:
+                    del self._steps[greedy]
+                    raise WeightsMovedError(f"{error}. The session's next answer captures again") from None
             yield HostTransfer(self.state.output[first:last])
             first = last
 
