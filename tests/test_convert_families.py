@@ -524,3 +524,22 @@ def test_checkpoints_of_training_scripts_load_and_a_model_without_memory_convert
         zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth", folding=zoo.resnet.Folding())
     model = zoo.from_upstream(models.resnet18().to("meta"))
     assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+def test_shards_of_two_saves_are_never_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.llm.save(zoo.create(PRESET), tmp_path, max_shard_size="50KB")
+    replace, moved = Path.replace, []
+
+    def die(file: Path, target: Path) -> Path:
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(target)
+        return replace(file, target)
+
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr(Path, "replace", die)
+        zoo.llm.save(zoo.create(PRESET), tmp_path, max_shard_size="50KB")
+    with pytest.raises(FileNotFoundError):
+        zoo.llm.load(tmp_path)
+    zoo.llm.save(zoo.create(PRESET), tmp_path, max_shard_size="50KB")
+    zoo.llm.load(tmp_path)

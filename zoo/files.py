@@ -110,10 +110,15 @@ def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as made:
         yield Path(made)
         written = sorted(Path(made).iterdir())
+        before = {old for pattern in patterns for old in folder.glob(pattern)}
+        # The index goes first and comes last: if the process dies, shards of two saves do not pass for one model.
+        for index in folder.glob("*.index.json"):
+            if index in before:
+                index.unlink()
         for file in written:
             file.replace(folder / file.name)
-        for old in {old for pattern in patterns for old in folder.glob(pattern)} - {folder / f.name for f in written}:
-            old.unlink()
+        for old in before - {folder / file.name for file in written}:
+            old.unlink(missing_ok=True)
 
 
 def write_tensors(folder: Path, stem: str, tensors: Mapping[str, Tensor], *, max_shard_size: int | str = "5GB") -> None:
