@@ -398,6 +398,30 @@ def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
             assert list(ours) == list(theirs) if isinstance(ours, dict) else len(ours) == len(theirs)
 
 
+class Attends(Wired):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(x) @ y.mT).softmax(-1) @ y
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attends() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            x = block(x, x) if place % 2 else block(x.cos(), x)
+        return x
+
+
+def test_one_tensor_as_two_inputs_is_a_graph_of_its_own_and_announced() -> None:
+    model, x = Twice(), torch.randn(2, 5, 4)
+    with torch.no_grad():
+        found = zoo.find_regions(model, args=(x,))
+    assert found.graphs_needed == 2 and "inputs[1]: in some calls the tensor that is inputs[0] too" in str(found)
+    as_uncompiled(model, x, graphs={"Attends": 2})
+
+
 class Adds(Wired):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(self.linear(x))

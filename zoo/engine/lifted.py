@@ -369,7 +369,8 @@ def module_calls() -> Iterator[dict[str, Any]]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda each: hasattr(each, "own_index"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def number_at(module: nn.Module, name: str) -> Any:

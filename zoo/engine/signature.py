@@ -186,12 +186,15 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
     inputs = [{where: tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
     for where in dict.fromkeys(itertools.chain.from_iterable(inputs)):
         kinds = list(dict.fromkeys(each.get(where, ("not given",)) for each in inputs))
-        # A dataclass has a second part, what its fields hold.
+        # A dataclass has a second part, what its fields hold; a tensor may have the first input that it is as well.
         tensors, words = [_properties(kind) for kind, *_ in kinds], dict.fromkeys(_in_words(kind) for kind, *_ in kinds)
         name = f"inputs{where[3:]}"
         if len(kinds) > 1 and all(tensors):
-            aspect = next(each for each in tensors[0] if len({kind[each] for kind in tensors}) > 1)
-            yield f"{name}, {aspect}: {' / '.join(dict.fromkeys(str(kind[aspect]) for kind in tensors))}"
+            aspect = next((each for each in tensors[0] if len({kind[each] for kind in tensors}) > 1), None)
+            if aspect is not None:
+                yield f"{name}, {aspect}: {' / '.join(dict.fromkeys(str(kind[aspect]) for kind in tensors))}"
+            for _, *twin in kinds:
+                yield from (f"{name}: in some calls the tensor that is inputs{where[3:]} too" for where in twin)
         elif len(kinds) > 1:
             yield f"{name}: {' / '.join(words) if len(words) > 1 else f'what {words.popitem()[0]} holds'}"
 
@@ -227,12 +230,15 @@ def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
 
 
 def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    first: dict[int, str] = {}
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=lambda each: hasattr(each, "own_index"))[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
             layout = _layout(leaf) if sizes else (leaf.dim(),)
             kind = (*layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
-            yield where, kind
+            # Dynamo compiles another graph where two inputs are one tensor.
+            yield (where, kind, first[id(leaf)]) if id(leaf) in first else (where, kind)
+            first.setdefault(id(leaf), where)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in inside:
             # A field may be unset yet, and one may lead back to where it is.
             names = [field.name for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)]
