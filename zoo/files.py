@@ -112,8 +112,8 @@ def replacing(folder: Path, *patterns: str) -> Iterator[Path]:
         written = sorted(Path(made).iterdir())
         before = {old for pattern in patterns for old in folder.glob(pattern)}
         # The index goes first and comes last: if the process dies, shards of two saves do not pass for one model.
-        for index in folder.glob("*.index.json"):
-            if index in before:
+        for index in before:
+            if index.name.endswith(".index.json"):
                 index.unlink()
         for file in written:
             file.replace(folder / file.name)

@@ -89,10 +89,11 @@ class BertWorkload(base.Workload):
         preparation: dict[str, float] = {}
         sizes = {"batch": given.batch, "length": given.length, "tokens": given.tokens}
         inputs: dict[str, Any] = {"input_ids": host_ids.to(device)}
+        packs = given.kind == "skewed" and case.impl == "zoo"
         model: nn.Module
         if case.impl == "zoo":
             model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
-            if given.kind == "skewed":
+            if packs:
                 with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
                     batch = pack(host_ids, host_mask, config=config, buckets=buckets)
@@ -100,7 +101,7 @@ class BertWorkload(base.Workload):
                 sizes["packed_tokens"] = batch.input_ids.numel()
         else:
             model = bert_arms.Step(bert_arms.build(config, weights), ready_mask=case.impl == "upstream-tuned")
-        if given.skewed and "packed_tokens" not in sizes:
+        if given.skewed and not packs:
             inputs["attention_mask"] = host_mask.to(device)
 
         def reference() -> Tensor:

@@ -223,11 +223,10 @@ def race_notes(race: MeasuredRace) -> list[str]:
         notes.append(f"Times are milliseconds a call by {by}; intervals are 95 % bootstrap over rounds.")
         if not race.floors:
             notes.append("No A/A control ran: the noise is unknown, verdicts rest on the intervals alone.")
-        for floor, twin in race.floors:
-            if math.isinf(floor):
-                notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
-            else:
-                notes.append(f"A/A noise {percent(floor)} ({twin.name} against its copy).")
+        if any(math.isinf(floor) for floor, _ in race.floors):
+            notes.append(f"The A/A control ran fewer than {stats.MIN_ROUNDS} rounds: nothing can be told apart.")
+        known = [(floor, twin) for floor, twin in race.floors if math.isfinite(floor)]
+        notes += [f"A/A noise {percent(floor)} ({twin.name} against its copy)." for floor, twin in known]
     if copied := [arm.name for arm in race.arms if arm.warm is not arm.result.warm]:
         notes.append(f"The warm start shown for {', '.join(copied)} is its copy's.")
     if few := [arm.name for arm in timed if len(race.samples(arm)) < stats.MIN_ROUNDS]:

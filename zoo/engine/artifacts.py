@@ -451,9 +451,8 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     for entry in index["entries"]:
         data = _checked(path / Path(entry["file"]).name, entry, problems)
         served = calls.get(entry["region"], [])
-        if not served:
-            problem = f"{entry['region']} is no compiled region of this model"
-            problems += [] if problem in problems else [problem]
+        if not served and (problem := f"{entry['region']} is no compiled region of this model") not in problems:
+            problems.append(problem)
         if data is None or not served:
             continue
         try:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from zoo.engine.autograd import copy_overwritten_inputs
 from zoo.engine.compat import configured
-from zoo.engine.signature import Attribute, numbers_in, structure
+from zoo.engine.signature import Attribute, numbers_in, stands_in, structure
 
 _ABSENT = object()
 # What Dynamo knows of the sizes and numbers that it met: by code object, then by name.
@@ -369,8 +369,7 @@ def module_calls() -> Iterator[dict[str, Any]]:
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts."""
-    leaves = pytree.tree_leaves(tree, is_leaf=lambda each: hasattr(each, "own_index"))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree, is_leaf=stands_in) if isinstance(leaf, torch.Tensor)]
 
 
 def number_at(module: nn.Module, name: str) -> Any:
@@ -446,7 +445,8 @@ class OwnEntry(MutableMapping[int, Any], dict):  # type: ignore[type-arg,misc,me
     """The entries of a dict, with the value at ``own_index`` apart. What it holds as a dict itself, nobody sees."""
 
     def __init__(self, others: dict[int, Any], own_index: int) -> None:
-        dict.__setitem__(self, None, None)  # type: ignore[index]  # Dynamo checks no guard on an attribute of an empty dict
+        # Dynamo checks no guard on an attribute of an empty dict.
+        dict.__setitem__(self, None, None)  # type: ignore[index]
         self.others = others
         self.own_index = own_index
         self.own = others.get(own_index, _ABSENT)

@@ -271,12 +271,12 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
     """The guards of code whose globals are ``space``; UnsavableError if another process cannot check one."""
     writer = _Writer(space)
     tensors: dict[str, TensorKind] = {}
-    held = {guard.name: guard.value for guard in traced.guards}
+    held, of_library = {guard.name: guard.value for guard in traced.guards}, in_library(space)
     for guard in traced.guards:
         kind, value = guard.kind, guard.value
         if kind in _OF_STATE or any(part in guard.name for part in _CODE):
             continue
-        if guard.name.startswith("G[") and is_fixed(guard.name, kind, value, held, in_library(space)):
+        if guard.name.startswith("G[") and is_fixed(guard.name, kind, value, held, of_library):
             continue
         if kind == "SHAPE_ENV":  # conditions on symbols
             for code in guard.code:

@@ -229,9 +229,14 @@ def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
     return numbers, tuple(kind[0] for _, kind, *_ in kinds if _is_of_tensor(kind))
 
 
+def stands_in(value: Any) -> bool:
+    """Whether a value stands for a list or dict of which a block has an item of its own (``OwnItem``, ``OwnEntry``)."""
+    return hasattr(value, "own_index")
+
+
 def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:
     first: dict[int, str] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=lambda each: hasattr(each, "own_index"))[0]:
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=stands_in)[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
             layout = _layout(leaf) if sizes else (leaf.dim(),)
@@ -255,7 +260,7 @@ def _held(value: Any, inside: tuple[int, ...] = ()) -> Hashable:
     if isinstance(value, bool | None):
         return value
     inside = (*inside, id(value))
-    if hasattr(value, "own_index"):  # what the other blocks keep is not this block's
+    if stands_in(value):  # what the other blocks keep is not this block's
         return _held(value.own, inside)
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
     items = [*items, *getattr(value, "__dict__", {}).values()]

@@ -44,7 +44,7 @@ def add_rms_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) ->
     if differentiated(x, weight, added):
         normed, total = _Norm.apply(x, added, None, weight, None, eps, None, True)
     else:
-        normed, _, _, total, *_ = kernels.norms.norm(x, added, None, weight, None, eps)
+        normed, _, total, *_ = kernels.norms.norm(x, added, None, weight, None, eps)
     return total, normed
 
 
@@ -79,7 +79,7 @@ class _Norm(torch.autograd.Function):
         ctx.added_dtype = None if added is None or added.dtype == out.dtype else added.dtype
         ctx.sums = 1 + (bias is not None) + (shift is not None)
         if keep_sum:
-            return out, (summed if total is None else total) if ctx.adds else x.view_as(x)
+            return out, total if ctx.adds else x.view_as(x)
         return out if low is None else (out, low)
 
     @staticmethod
@@ -151,10 +151,8 @@ def add_norm(
     if differentiated(*given):
         normed, total = _Norm.apply(residual, x, shift, weight, bias, eps, None, True, True)
         return total, normed
-    normed, _, total, summed, *_ = kernels.norms.norm(
-        residual, x, None, weight, bias, eps, after=shift, keep=shift is None
-    )
-    return summed if total is None else total, normed
+    normed, _, total, *_ = kernels.norms.norm(residual, x, None, weight, bias, eps, after=shift, keep=shift is None)
+    return total, normed
 
 
 _LOW = (torch.bfloat16, torch.float16)

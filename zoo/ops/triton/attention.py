@@ -1,4 +1,4 @@
-"""Prefill attention over a KV cache, attention to few keys, and rotary embeddings fused with their neighbours.
+"""Prefill attention over a KV cache, attention to few keys and in packed rows, and rotary embeddings.
 
 Prefill: a program takes a tile of tokens of one head and walks only the slots that these tokens see. Only the device
 knows the position where a prompt continues.
@@ -6,6 +6,7 @@ knows the position where a prompt continues.
 Few keys: the tokens of a text or the pixels of a small image. The library's kernels are made for long rows of keys.
 They clear a counter first, which leaves the GPU idle before and after in a CUDA graph. Here the keys of a head are one
 or two tiles, read in place from the projection's output. Each power of two of a head's padded width compiles once.
+Packed rows, of any lengths, run the same kernel: a program reads where its row begins and ends.
 
 Rotation: one kernel between the QKV projection and attention norms heads, rotates them and writes the cache. Without a
 cache it splits the projection into heads; its backward joins them. A program takes some heads of one token.

@@ -150,8 +150,9 @@ def norm(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Layer norm of the sum, or without a bias its RMS norm, and a copy of the norm in ``low_dtype``.
 
-    Then the sum plus ``after`` [C] if that is given. If kept, the sum [..., C], the mean of each row [...] (layer norm
-    only) and its factor (rstd) [...]. With a count [1] int32, rows from it on are not computed.
+    Then the sum [..., C], plus ``after`` [C] if that is given. If kept, also the sum alone, the mean of each row [...]
+    (layer norm only) and its factor (rstd) [...]; a sum is written if it is kept or has an ``after``. With a count [1]
+    int32, rows from it on are not computed.
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias, after = [None if each is None else each.contiguous() for each in (added, shift, bias, after)]

@@ -2,9 +2,9 @@
 
 Sums take two steps: each program adds its own rows, and a last kernel adds the parts in float32, in a fixed order.
 
-Epilogues are biases, residuals, GELU, and units gated by GELU or SiLU. The product fused with its gate loads tiles by
-Hopper's TMA, which pads with zeros, and multiplies the same rows by a tile of each half. Two programs fit on a
-multiprocessor, so that one multiplies while the other computes its gate.
+Epilogues are biases, residuals, GELU, and units gated by GELU or SiLU. The product that ends in one loads tiles by
+Hopper's TMA, which pads with zeros; with a gate it multiplies the same rows by a tile of each half. Two programs fit on
+a multiprocessor, so that one multiplies while the other computes its epilogue.
 
 Images are in channels_last. The compiler's code for symbolic sizes divides the offset of each element by an unknown
 width and loads elements one by one; here the offsets in a tile are sums. Sizes are runtime arguments, so that one
