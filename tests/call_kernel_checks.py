@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import test_kernel
 from tests.kernel_checks import MARKS, kernels_run  # noqa: F401
-from zoo.ops import common, transformer
+from zoo.ops import common
 from zoo.ops.triton import csr, group_norm
 
 pytestmark = MARKS
@@ -19,7 +19,7 @@ NAMES = [name for name in test_kernel.calls() if not name.endswith("0.5")]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(common, "has_tma", lambda device: True)
     # Small tiles and few programs, which run one after the other.
     monkeypatch.setattr(group_norm, "ENOUGH", 6)
     monkeypatch.setattr(group_norm, "GRADIENT_PROGRAMS", 24)
@@ -35,4 +35,5 @@ def test_a_call_computes_what_torchs_operators_do(name: str, monkeypatch: pytest
     for ours, wanted in zip(*found, strict=True):
         assert ours.dtype == wanted.dtype and ours.shape == wanted.shape
         error = (ours.double() - wanted.double()).norm()
-        assert error <= (5e-3 if low else 1e-5) * wanted.double().norm(), float(error)
+        # In bfloat16 either may round twice.
+        assert error <= (2**-7 if low else 1e-5) * wanted.double().norm(), float(error)

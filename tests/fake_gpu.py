@@ -101,6 +101,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(decode, "can_overlap", lambda device: True)
     monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(zoo.ops.common, "has_tma", lambda device: True)
     forget_compiled()
     yield found
     forget_compiled()

@@ -11,8 +11,9 @@ from torch import Tensor
 import zoo
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # noqa: F401
+from zoo.ops import common
 from zoo.ops import images as operators
-from zoo.ops.images import Norm, bias_act, bias_act_pool, max_pool, norm_act, norm_act_pool
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, max_pool, norm_act, norm_act_pool
 from zoo.ops.triton import batch_norm as kernels
 
 pytestmark = MARKS
@@ -73,6 +74,35 @@ def test_norm_and_bias_with_all_that_follows(rows: int, channels: int, dtype: to
     bias = values(channels, dtype=dtype)
     close(bias_act(x, bias), (x.double() + bias.double()).relu(), dtype)
     close(bias_act(x, bias, more), (x.double() + bias.double() + more.double()).relu(), dtype)
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not common.has_tma(torch.device("cuda")), reason="needs Hopper's TMA")
+@pytest.mark.parametrize(("inputs", "channels"), [(64, 64), (8, 48), (200, 144), (256, 4096)])
+def test_a_convolution_of_single_pixels_ends_in_the_norm(inputs: int, channels: int, monkeypatch) -> None:
+    monkeypatch.setattr(common, "has_tma", lambda device: True)
+    launched = []
+    inner = kernels.product_norm_act
+    monkeypatch.setattr(kernels, "product_norm_act", lambda *given: (launched.append(1), inner(*given))[1])
+    half = torch.bfloat16
+    conv = torch.nn.Conv2d(inputs, channels, 1, bias=False).to(DEVICE, half).requires_grad_(False)
+    x, more = (values(3, wide, 9, 10, dtype=half).to(memory_format=torch.channels_last) for wide in (inputs, channels))
+    given, other = norm(channels, half), norm(channels, torch.float32)
+    product = F.conv2d(x.double(), conv.weight.double())
+    own = reference(product, given, False)
+    for found, expected in (
+        (conv_norm_act(x, conv, as_norm(given)), own),
+        (conv_norm_act(x, conv, as_norm(given), more), own + more.double()),
+        (conv_norm_act(x, conv, as_norm(given), more, as_norm(other)), own + reference(more, other, False)),
+    ):
+        kernel_checks.close(found, expected.relu(), half, layout=torch.channels_last)
+    assert len(launched) == 3
+    # Batch statistics need the product, and so do gradients, hooks and other residuals.
+    conv_norm_act(x, conv, as_norm(given, True))
+    conv_norm_act(x.clone().requires_grad_(), conv, as_norm(given))
+    conv_norm_act(x, conv, as_norm(given), more.float())
+    conv.register_forward_hook(lambda *_: launched.append(2))
+    conv_norm_act(x, conv, as_norm(given))
+    assert launched == [1, 1, 1, 2]
 
 
 def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:

@@ -572,7 +572,7 @@ SAMPLERS: list[tuple[Any, ...]] = [
 
 def images() -> list[Refusal]:
     model, pixels = zoo.create("resnet-debug"), torch.zeros(1, 3, 64, 64)
-    folded, fold = fold_batch_norm(model), partial(fold_batch_norm, model)
+    folded = fold_batch_norm(model)
     autocast = torch.autocast("cpu", torch.bfloat16)
     unfolded = zoo.create("resnet-debug", track_running_stats=False)
     x, row, one = torch.randn(6, 8), torch.randn(8), torch.randn(2, 5, 2, 8)
@@ -582,8 +582,6 @@ def images() -> list[Refusal]:
         (lambda: fold_batch_norm(nn.Linear(2, 2)), r"Linear is not a ResNet of the zoo; zoo\.from_upstream", TypeError),
         (lambda: fold_batch_norm(folded), "folded already"),
         (lambda: fold_batch_norm(unfolded), "track_running_stats is False"),
-        (partial(fold, convolutions="slow"), "convolutions is 'slow', expected one of 'glue', 'fused'"),
-        (partial(fold, pointwise="gemm"), "pointwise is 'gemm', expected one of 'convolution', 'matmul'"),
         (lambda: zoo.to_upstream(folded), "folded into the convolutions: convert"),
         (lambda: folded(pixels.clone().requires_grad_()), "a folded model is for inference"),
         (autocast(lambda: folded(pixels)), r"use model\.to\(torch\.bfloat16\)"),

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-import zoo.ops.common
 from tests import bert_reference as reference
 from tests.blocks import Doubled, graphs_of, outputs_and_gradients
 from tests.fake_gpu import traced
@@ -20,7 +19,7 @@ from zoo.bert import Bert, BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.model import filling_rows
 from zoo.engine.graph_log import GRAPH_LOG
-from zoo.ops import transformer
+from zoo.ops import common, transformer
 from zoo.training import checkpoint_regions
 
 
@@ -292,7 +291,7 @@ def test_padding_of_a_device_mask_is_skipped(compiled: bool) -> None:
             with torch.profiler.profile(acc_events=True) as profile:
                 model(ids, mask)
             launched = sum(event.name.startswith("_product") for event in profile.events())
-            assert launched == (4 * len(model.layers) if transformer._is_hopper(ids.device) else 0)
+            assert launched == (4 * len(model.layers) if common.has_tma(ids.device) else 0)
             assert reference.relative_error(model(ids, mask).logits.float(), wanted.float()) < 2e-2
             torch.testing.assert_close(step(ids, mask).logits, model(ids, mask).logits)
     hook = model.layers[0].register_forward_hook(lambda layer, args, out: shapes.append(out.shape))
@@ -378,7 +377,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             count(ACTIVATION)
             return F.gelu(x.float() + bias.float(), approximate="tanh" if tanh else "none").to(x.dtype)
 
-    monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(transformer, "_Norm", Norm)
     monkeypatch.setattr(transformer, "_Activation", Activation)
     sums = lambda x, dtype: (count("column_sums"), x.flatten(0, -2).float().sum(0).to(dtype))[1]  # noqa: E731
@@ -387,7 +386,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
+    monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
 
 
 def near(found: list[Tensor], expected: list[Tensor], relative: float) -> None:

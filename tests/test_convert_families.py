@@ -521,7 +521,7 @@ def test_checkpoints_of_training_scripts_load_and_a_model_without_memory_convert
     loaded = zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth")
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="folded into the convolutions: .* load a model with norms"):
-        zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth", folding=zoo.resnet.Folding())
+        zoo.create("resnet-debug", weights=tmp_path / "checkpoint.pth", folded=True)
     model = zoo.from_upstream(models.resnet18().to("meta"))
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import update_bn
 import zoo
 from tests.fuzzing import relative_error
 from zoo.ops import images as stem
-from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_act, linear_relu, max_pool, norm_act, norm_act_pool
-from zoo.resnet import Folding, ResNet, fold_batch_norm
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, max_pool, norm_act, norm_act_pool
+from zoo.resnet import ResNet, fold_batch_norm
 
 
 def debug(**changes: Any) -> ResNet:
@@ -190,7 +190,6 @@ def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
         assert stem.stem_conv(x, conv).dtype == torch.bfloat16
 
 
-WAYS = list(itertools.product(("glue", "fused"), ("convolution", "matmul")))
 CONFIGS: dict[str, dict[str, Any]] = {
     "bottleneck": {}, "basic": {"block": "basic", "width_per_group": 64},
     "groups": {"groups": 4, "width_per_group": 8}, "dilated": {"replace_stride_with_dilation": (False, True, True)},
@@ -212,14 +211,13 @@ def trained(**changes: Any) -> ResNet:
     return model
 
 
-@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointwise: str) -> None:
+def test_a_folded_model_computes_the_same(config: str) -> None:
     model = trained(**CONFIGS[config])
-    folded = fold_batch_norm(model.train(), convolutions=convolutions, pointwise=pointwise)
+    folded = fold_batch_norm(model.train())
     assert not folded.training and not any(p.requires_grad for p in folded.parameters())
     assert not any(isinstance(module, nn.BatchNorm2d) for module in folded.modules())
-    assert folded.config.folding == Folding(convolutions=convolutions, pointwise=pointwise)
+    assert folded.config.folded
     images = torch.randn(2, 3, 70, 50)
     model.eval()
     with torch.inference_mode():
@@ -227,7 +225,7 @@ def test_a_folded_model_computes_the_same(config: str, convolutions: str, pointw
         for got, expected in zip(folded(images, stages=True), model(images, stages=True), strict=True):
             assert relative_error(got, expected) < 1e-5
             assert got.is_contiguous(memory_format=torch.channels_last)
-        double = fold_batch_norm(copy.deepcopy(model).double(), convolutions=convolutions, pointwise=pointwise)
+        double = fold_batch_norm(copy.deepcopy(model).double())
         assert relative_error(double(images.double()), copy.deepcopy(model).double()(images.double())) < 1e-13
 
 
@@ -238,13 +236,12 @@ def test_the_model_stays_as_it_is_and_shares_nothing() -> None:
     with torch.no_grad():
         for parameter in folded.parameters():
             parameter.zero_()
-    assert model.training and model.config.folding is None
+    assert model.training and not model.config.folded
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("convolutions", "pointwise"), WAYS)
-def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
-    folded = fold_batch_norm(trained(), convolutions=convolutions, pointwise=pointwise)
+def test_regions_of_folded_models() -> None:
+    folded = fold_batch_norm(trained())
     eager = copy.deepcopy(folded)
     images = torch.randn(2, 3, 64, 64)
     zoo.compile_regions(folded, backend="aot_eager")
@@ -254,21 +251,20 @@ def test_regions_of_folded_models(convolutions: str, pointwise: str) -> None:
             torch.testing.assert_close(folded(images), eager(images), rtol=1e-4, atol=1e-4)
 
 
-def test_the_operators_of_cudnn_and_of_the_product_say_their_shapes() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_operator_of_cudnn_is_what_torch_expects(device: str) -> None:
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
-        x = torch.randn(2, 4, 9, 11).contiguous(memory_format=torch.channels_last)
-        weight = torch.randn(6, 4 // groups, 3, 3).contiguous(memory_format=torch.channels_last)
-        options = ([stride, stride], [dilation, dilation], [dilation, dilation], groups)
-        shape = torch.nn.functional.conv2d(x, weight, None, *options).shape
-        residual = torch.randn(shape).contiguous(memory_format=torch.channels_last) if with_residual else None
-        expected = torch.nn.functional.conv2d(x, weight, torch.arange(6.0), *options)
-        expected = expected.relu() if residual is None else (expected + residual).relu()
-        torch.testing.assert_close(conv_act(x, weight, torch.arange(6.0), residual, *options), expected)
-        torch.library.opcheck(conv_act, (x, weight, torch.arange(6.0), residual, *options), test_utils=checks)
-    x, weight, bias = torch.randn(7, 4), torch.randn(6, 4), torch.randn(6)
-    torch.testing.assert_close(linear_relu(x, weight, bias), torch.nn.functional.linear(x, weight, bias).relu())
-    torch.library.opcheck(linear_relu, (x, weight, bias), test_utils=checks)
+    conv_act = torch.ops.zoo_resnet.conv_act.default
+    bias, places = torch.arange(8.0, device=device), {"device": device, "memory_format": torch.channels_last}
+    with torch.backends.cudnn.flags(enabled=device == "cuda", allow_tf32=False):
+        for stride, dilation, groups, with_residual in itertools.product((1, 2), (1, 2), (1, 2), (False, True)):
+            x, weight = torch.randn(2, 8, 9, 11).to(**places), torch.randn(8, 8 // groups, 3, 3).to(**places)
+            options = ([stride, stride], [dilation, dilation], [dilation, dilation], groups)
+            expected = torch.nn.functional.conv2d(x, weight, bias, *options)
+            residual = torch.randn_like(expected) if with_residual else None
+            expected = (expected if residual is None else expected + residual).relu()
+            torch.testing.assert_close(conv_act(x, weight, bias, residual, *options), expected, rtol=1e-4, atol=1e-4)
+            torch.library.opcheck(conv_act, (x, weight, bias, residual, *options), test_utils=checks)
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -278,12 +274,14 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     frozen, batch = (mean, variance), (mean, variance, count, True, 0.1)
     conv = nn.Conv2d(3, 8, 7, 2, 3, bias=False)
     half = x.bfloat16()
+    images, pixels = torch.randn(2, 16, 7, 4).bfloat16(), nn.Conv2d(16, 16, 1, bias=False).bfloat16()
     return {
         "norm": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (learning[0], *learning[2:4])),
         "norm of the batch": (lambda x, *norm: norm_act(x, Norm(*norm, *batch)), (learning[0], *learning[2:4])),
         "wider weights": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (half, *learning[2:4])),
         "residual": (lambda x, r, *norm: norm_act(x, Norm(*norm, *batch), r), learning[:4]),
         "two norms": (lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)), learning),
+        "convolution": (conv_norm_act, (images, pixels.requires_grad_(False), Norm(*[torch.rand(16)] * 4))),
         "two frozen norms": (norm_act, (x, Norm(*frozen, *frozen), more, Norm(*frozen, *frozen))),
         "bias": (bias_act, (x, mean)),
         "bias and residual": (bias_act, (x, mean, more)),

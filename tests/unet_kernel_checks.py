@@ -231,7 +231,7 @@ close_rows = functools.partial(kernel_checks.close, layout=torch.contiguous_form
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(transformer, "_is_hopper", lambda device: True)
+        monkeypatch.setattr(common, "has_tma", lambda device: True)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
@@ -260,12 +260,12 @@ def test_products_are_gated_on_the_way(rows, channels, inner, dtype, monkeypatch
     )
     found = gated_gelu_product(x, weight, bias)
     # One launch, where the GPU is of the kind.
-    alone = tiles.product(x, weight, bias, "gated") if transformer._is_hopper(x.device) else None
+    alone = tiles.product(x, weight, bias, "gated") if common.has_tma(x.device) else None
     assert alone is None or torch.equal(found, alone)
     close_rows(found, gated_gelu(F.linear(x.double(), weight.double()), bias.double()), dtype)
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and not transformer._is_hopper(torch.device("cuda")), reason="needs Hopper's TMA")
+@pytest.mark.skipif(DEVICE == "cuda" and not common.has_tma(torch.device("cuda")), reason="needs Hopper's TMA")
 @pytest.mark.parametrize("count", [None, 0, 1, 128, 200])
 @pytest.mark.parametrize("activation", ["", "gelu", "tanh"])
 def test_products_add_a_bias_and_activate_the_real_rows_on_the_way(activation: str, count: int | None) -> None:

@@ -6,7 +6,6 @@ Legend: N images, C channels, H × W pixels, K classes.
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import torch
@@ -36,25 +35,23 @@ SQUARES = 4
 REFERENCE_IMAGES = 16
 
 _STEM = 64  # channels
-_FOLDINGS = ("", "-folded", "-folded-matmul", "-folded-fused", "-folded-fused-matmul")
-_MODEL = re.compile(r"(?P<preset>resnet(\d+|-debug))(?P<folded>-folded(?P<fused>-fused)?(?P<matmul>-matmul)?)?")
+_FOLDED = "-folded"
 
 
 class ResNetWorkload(base.Workload):
     """Inference with random weights over a batch of square images; one call returns the logits.
 
-    In ``-folded`` models the zoo's batch norms are folded into convolutions; ``-matmul`` and ``-fused`` are variants
-    (``zoo.resnet.fold_batch_norm``). torchvision's arms are the same in all of them: as shipped with norms, tuned with
-    folded norms. ``<batch>x<size>`` is the number of images and their pixels per side.
+    In ``-folded`` models the zoo's batch norms are folded into convolutions (``zoo.resnet.fold_batch_norm``).
+    torchvision's arms are the same in both: as shipped with norms, tuned with folded norms. ``<batch>x<size>`` is the
+    number of images and their pixels per side.
 
     Training uses models with norms and float32 weights; the dtype is that of autocast.
     """
 
     family = "resnet"
     models = (
-        "resnet18",
-        "resnet18-folded",
-        *(f"{preset}{folding}" for preset in ("resnet50", "resnet-debug") for folding in _FOLDINGS),
+        *(f"{preset}{folded}" for preset in ("resnet18", "resnet50", "resnet-debug") for folded in ("", _FOLDED)),
+        *("resnet101", "resnext50_32x4d"),
     )
     inputs = ("64x224", "1x224", "128x224", "256x224", "2x32", "4x32")
     workloads = ("inference", "train")
@@ -65,7 +62,7 @@ class ResNetWorkload(base.Workload):
     def cannot(self, case: Case) -> str | None:
         if case.workload != "train":
             return None
-        if _parts(case.model)["folded"]:
+        if case.model.endswith(_FOLDED):
             return f"{case.model}: folded models are for inference"
         if case.impl == "upstream-tuned":
             return "tuned is folded, which is for inference; to train, torchvision's users have no better way"
@@ -134,29 +131,21 @@ def sizes(input: str) -> tuple[int, int]:
     return int(batch), int(size)
 
 
-def _parts(model: str) -> dict[str, str | None]:
-    found = _MODEL.fullmatch(model)
-    assert found is not None, model
-    return found.groupdict()
-
-
 def _config(case: Case) -> ResNetConfig:
-    return PRESETS[str(_parts(case.model)["preset"])]
+    return PRESETS[case.model.removesuffix(_FOLDED)]
 
 
 def _implementation(case: Case, shipped: nn.Module, preparation: dict[str, float]) -> nn.Module:
     """The case's model; ``preparation`` gets the seconds of one-time preparation."""
     if case.impl == "upstream":
         return shipped
-    parts = _parts(case.model)
     model: Any = shipped if case.impl == "upstream-tuned" else zoo.from_upstream(shipped)
-    if case.impl == "zoo" and not parts["folded"]:
+    if case.impl == "zoo" and not case.model.endswith(_FOLDED):
         return model
     with base.timed("batch norm folding", preparation, case.device):
         if case.impl == "upstream-tuned":
             return fold(model)
-        ways: Any = ("fused" if parts["fused"] else "glue", "matmul" if parts["matmul"] else "convolution")
-        return fold_batch_norm(model, convolutions=ways[0], pointwise=ways[1])
+        return fold_batch_norm(model)
 
 
 # --- torchvision's arms: as its users would run it, at its documented best, and as the reference ---

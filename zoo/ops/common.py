@@ -33,6 +33,14 @@ def _triton_knows(device: torch.device) -> bool:
 triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def has_tma(device: torch.device) -> bool:
+    """Whether a GPU is a Hopper, for which kernels that read tiles by TMA were measured."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_properties(device).major == 9
+
+
+has_tma._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def kernels_run(*tensors: Tensor | None) -> bool:
     """Whether an operator on these tensors runs the zoo's kernels. The compiler folds the answer inside a region.
 
@@ -46,6 +54,11 @@ def kernels_run(*tensors: Tensor | None) -> bool:
         if each is not None and (each.dtype not in KERNEL_DTYPES or hasattr(each, "__tensor_flatten__")):
             return False
     return True
+
+
+def tma_runs(*tensors: Tensor | None) -> bool:
+    """Whether an operator on these tensors runs kernels that read by TMA."""
+    return kernels_run(*tensors) and has_tma(tensors[0].device)  # type: ignore[union-attr]
 
 
 def differentiated(*tensors: Tensor | None) -> bool:

@@ -11,15 +11,14 @@ Shape legend: B or N images, C channels, H height, W width, R rows (pixels of al
 channels after space-to-depth, S channels of a skip connection.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.engine.autograd import Function, differentiable_once
+from zoo.engine.autograd import differentiable_once
 from zoo.engine.compat import name_fallbacks_alone
 from zoo.ops import triton as kernels
 from zoo.ops.common import (
@@ -32,8 +31,9 @@ from zoo.ops.common import (
     kernels_run,
     to_images,
     to_rows,
+    watched,
 )
-from zoo.ops.transformer import column_sums
+from zoo.ops.transformer import column_sums, has_aligned_rows, product_runs
 
 # Convolutions with at most so many output pixels and at least so many channels run as products; measured on an H200.
 MOST_PIXELS, LEAST_CHANNELS = 256, 640
@@ -253,6 +253,33 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
     return F.relu(out)
 
 
+def conv_norm_act(
+    x: Tensor, conv: nn.Conv2d, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None
+) -> Tensor:
+    """``norm_act`` of a convolution without a bias; one of single pixels is a product that ends in the norm."""
+    if not norm.of_batch and (residual_norm is None or residual_norm.eps == norm.eps):
+        own, other = _tensors(x, norm), _tensors(residual, residual_norm)
+        if (out := _pointwise_act(x, conv, own, residual, other, norm.eps, few=True)) is not None:
+            return out
+    return norm_act(conv(x), norm, residual, residual_norm)
+
+
+def _pointwise_act(
+    x: Tensor, conv: nn.Conv2d, own: Tensors, residual: Tensor | None, other: Tensors, eps: float, few: bool = False
+) -> Tensor | None:
+    """Relu of a convolution of single pixels, normed, plus a residual, by one kernel; None where it does not run."""
+    options = conv.kernel_size, conv.stride, conv.padding, conv.groups
+    if options != ((1, 1), (1, 1), (0, 0), 1) or not is_unmodified(conv, nn.Conv2d):
+        return None
+    rows, matrix = to_rows(x), conv.weight.flatten(1)
+    added = None if residual is None else to_rows(residual)
+    if differentiated(*own[2:], residual, *other[2:]) or not product_runs(rows, matrix, own[3], few):
+        return None
+    if added is not None and (added.dtype != rows.dtype or not has_aligned_rows(added)):
+        return None
+    return to_images(kernels.batch_norm.product_norm_act(rows, matrix, own, added, other, eps), x)
+
+
 def _kernels_fit(x: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> bool:
     alike = x.numel() > 0 and (residual is None or residual.dtype == x.dtype)
     return alike and kernels_run(x, residual, *vectors)
@@ -371,69 +398,43 @@ class _MaxPool(torch.autograd.Function):
         return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)
 
 
-# The library calls below fuse bias, residual and relu, for models with folded norms. They are wrapped in torch.library
-# operators: cuDNN's have no meta functions, and Inductor decomposes aten::_addmm_activation into a product and an
-# activation. FLOP counters do not know these operators, so callers check ``zoo.ops.common.watched`` first.
+def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
+    """``bias_act`` of a convolution with a bias, in one call of cuDNN or, of many single pixels, in one product."""
+    bias: Any = conv.bias
+    if (out := _pointwise_act(x, conv, (*NO_NORM[:3], bias), residual, NO_NORM, 0.0)) is not None:
+        return out
+    options: Any = conv.stride, conv.padding, conv.dilation, conv.groups
+    # FLOP counters do not know the operator.
+    if x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and not watched():
+        return torch.ops.zoo_resnet.conv_act(x, conv.weight, bias, residual, *options)  # type: ignore[no-any-return]
+    return bias_act(F.conv2d(x, conv.weight, None, *options), bias, residual)
 
 
-def operator(namespace: str, schema: str, shapes: Function) -> Callable[[Function], Any]:
-    """Register a function as the operator ``torch.ops.<namespace>.<its name>``, without a gradient.
-
-    ``shapes`` is the meta function: it takes the same arguments and returns tensors like the outputs.
-    ``torch.library.custom_op`` would also import Dynamo at the first eager call.
-    """
-
-    def define(function: Function) -> Any:
-        @functools.wraps(shapes)
-        def traced(*arguments: Any) -> Any:
-            # This runs when a graph with the operator is compiled.
-            name_fallbacks_alone()
-            return shapes(*arguments)
-
-        name = f"{namespace}::{function.__name__}"
-        torch.library.define(name, schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(name, "default", function)
-        torch.library.register_fake(name, traced)
-        return getattr(getattr(torch.ops, namespace), function.__name__).default
-
-    return define
+def _conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    """Images, weight and the result are in channels_last. Options are stride, padding, dilation and groups."""
+    if not torch.backends.cudnn.enabled:
+        out = F.conv2d(x, weight, bias, *options)
+        out = (out if residual is None else out + residual).relu_()
+    elif residual is None:
+        out = torch.ops.aten.cudnn_convolution_relu(x, weight, bias, *options)
+    else:
+        out = torch.ops.aten.cudnn_convolution_add_relu(x, weight, residual, 1, bias, *options)
+    return out.contiguous(memory_format=torch.channels_last)
 
 
-def _shape(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+def _like_conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *options: Any) -> Tensor:
+    name_fallbacks_alone()  # this runs when a graph with the operator is compiled
     out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
     return out.contiguous(memory_format=torch.channels_last)
 
 
-@operator(
-    "zoo_resnet",
+# cuDNN's calls have no meta functions. ``torch.library.custom_op`` would import Dynamo at the first eager call.
+_CONV_ACT = "zoo_resnet::conv_act"
+torch.library.define(
+    _CONV_ACT,
     "(Tensor x, Tensor weight, Tensor bias, Tensor? residual, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> Tensor",
-    _shape,
+    tags=torch.Tag.pt2_compliant_tag,
 )
-def conv_act(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int,
-) -> Tensor:  # fmt: skip
-    """Relu of (a convolution with bias, plus residual [N, C_out, H', W'] if given). Without gradients.
-
-    X [N, C_in, H, W] and weight [C_out, C_in / groups, K, K] are in channels_last, and so is the result.
-    """
-    cudnn = x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and torch.backends.cudnn.enabled
-    if not cudnn:
-        out = F.conv2d(x, weight, bias, stride, padding, dilation, groups)  # type: ignore[arg-type]
-        out = (out if residual is None else out + residual).relu_()
-    elif residual is None:
-        out = torch.ops.aten.cudnn_convolution_relu(x, weight, bias, stride, padding, dilation, groups)
-    else:
-        out = torch.ops.aten.cudnn_convolution_add_relu(x, weight, residual, 1, bias, stride, padding, dilation, groups)
-    return out.contiguous(memory_format=torch.channels_last)
-
-
-@operator(
-    "zoo_resnet",
-    "(Tensor x, Tensor weight, Tensor bias) -> Tensor",
-    lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0]),
-)
-def linear_relu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Relu of rows x [R, C_in] times weight [C_out, C_in] plus bias [C_out]: [R, C_out]. Without gradients."""
-    return torch.ops.aten._addmm_activation(bias, x, weight.t())
+torch.library.impl(_CONV_ACT, "default", _conv_act)
+torch.library.register_fake(_CONV_ACT, _like_conv_act)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zoo.engine.autograd import Function, differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
+from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run, tma_runs
 
 # The widest rows that a program holds.
 WIDEST_RMS_NORM, WIDEST_NORM = 16384, 8192
@@ -289,18 +289,20 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return up * F.gelu(gate)
 
 
-def product_runs(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether the zoo has a kernel of this product: on Hopper, with enough rows, without gradients and casts."""
-    if x.dtype not in _LOW or x.dtype != weight.dtype or x.numel() < LEAST_ROWS * x.shape[-1]:
+def has_aligned_rows(x: Tensor) -> bool:
+    """Whether rows of half precision begin on 16 bytes, as TMA needs. A region cannot check the address of a tensor."""
+    return not (x.shape[-1] % 8 or (not torch.compiler.is_compiling() and x.storage_offset() % 8))
+
+
+def product_runs(x: Tensor, weight: Tensor, bias: Tensor | None, few: bool = False) -> bool:
+    """Whether the zoo has a kernel of this product: by TMA, of enough rows or ``few``, without gradients and casts."""
+    if x.dtype not in _LOW or x.dtype != weight.dtype or (x.numel() < LEAST_ROWS * x.shape[-1] and not few):
         return False
-    # TMA needs rows that begin on 16 bytes. A region cannot check the address of a tensor.
-    if x.shape[-1] % 8 or weight.shape[0] % 16 or not weight.is_contiguous():
-        return False
-    if not torch.compiler.is_compiling() and (x.storage_offset() % 8 or weight.storage_offset() % 8):
+    if not (has_aligned_rows(x) and has_aligned_rows(weight) and weight.is_contiguous() and weight.shape[0] % 16 == 0):
         return False
     if differentiated(x, weight, bias) or torch.is_autocast_enabled(x.device.type):
         return False
-    return kernels_run(x, weight, bias) and _is_hopper(x.device)
+    return tma_runs(x, weight, bias)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "", count: Tensor | None = None) -> Tensor:
@@ -310,10 +312,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor, activation: str = "", count
     """
     rows = kernels.tiles.product(x.reshape(-1, x.shape[-1]), weight, bias, activation, count)
     return rows.view(*x.shape[:-1], weight.shape[0])
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_properties(device).major == 9
 
 
 def gated_gelu_product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

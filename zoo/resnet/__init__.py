@@ -6,7 +6,6 @@ from zoo.resnet.convert import fold_batch_norm as fold_batch_norm
 from zoo.resnet.model import PRESETS, example_inputs
 from zoo.resnet.model import BasicBlock as BasicBlock
 from zoo.resnet.model import Bottleneck as Bottleneck
-from zoo.resnet.model import Folding as Folding
 from zoo.resnet.model import ResNet as ResNet
 from zoo.resnet.model import ResNetConfig as ResNetConfig
 from zoo.resnet.model import ResNetHead as ResNetHead

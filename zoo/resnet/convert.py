@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.files import upstream
-from zoo.resnet.model import STEM_WIDTH, Folding, Join, ResNet, ResNetConfig, Unit
+from zoo.resnet.model import STEM_WIDTH, Join, ResNet, ResNetConfig, Unit
 from zoo.weights import Table, WeightMap, refuse_changed
 
 _WHOSE = "torchvision's ResNet"
@@ -23,7 +23,7 @@ _NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 
 def table(config: ResNetConfig) -> Table:
     """{torchvision's name: the zoo's name}; ValueError for a folded model, whose norms are in its convolutions."""
-    if config.folding is not None:
+    if config.folded:
         raise ValueError(
             "batch norms are folded into the convolutions: convert or load a model with norms, then fold it"
         )
@@ -107,24 +107,22 @@ def find_weights(name: str, weights: Any) -> Path | None:
 
 
 @torch.no_grad()
-def fold_batch_norm(model: ResNet, *, convolutions: str = "glue", pointwise: str = "convolution") -> ResNet:
+def fold_batch_norm(model: ResNet) -> ResNet:
     """A new inference model without norms, equivalent to this model in eval mode.
 
     A norm's scale is folded into the weights of the preceding convolution and its shift into the bias; a shortcut's
     shift is folded into the bias of the last convolution. Computed in float64 and rounded once to the weights' dtype.
-    The result is in eval mode, without gradients, with ``config.folding`` set to ``Folding(convolutions=...,
-    pointwise=...)``. TypeError or ValueError if the model is not a ResNet of the zoo, is already folded, its norms have
-    no running statistics, or an option is unknown.
+    The result is in eval mode, without gradients, with ``config.folded``. TypeError or ValueError if the model is not a
+    ResNet of the zoo, is already folded, or its norms have no running statistics.
     """
     if not isinstance(model, ResNet):
         raise TypeError(f"{type(model).__name__} is not a ResNet of the zoo; zoo.from_upstream(module) makes one")
-    if model.config.folding is not None:
+    if model.config.folded:
         raise ValueError("the batch norms of this model are folded already; fold the one it came from")
     if not model.config.track_running_stats:
         raise ValueError("track_running_stats is False: norms that use each batch cannot be folded")
-    folding = Folding(convolutions=convolutions, pointwise=pointwise)
     with torch.device("meta"):
-        folded = ResNet(dataclasses.replace(model.config, folding=folding))
+        folded = ResNet(dataclasses.replace(model.config, folded=True))
     state = {f"head.{key}": tensor.clone() for key, tensor in model.head.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, Unit):

@@ -9,8 +9,8 @@
                        └──────────────────────── (1 × 1 ─ norm) ────────────────────┘
 
 The regions are the blocks, stem and head. Activations are in channels_last. Norms hold tensors and are never called:
-one operator after a convolution computes norm, residual and activation. In a folded model (``fold_batch_norm``)
-convolutions have biases instead of norms.
+one operator after a convolution computes norm, residual and activation, or one product computes all of them. In a
+folded model (``fold_batch_norm``) convolutions have biases instead of norms.
 
 Shape legend: N images, C channels, H height, W width, K classes.
 """
@@ -20,35 +20,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.ops.common import differentiated, is_unmodified, to_images, to_rows, watched
-from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_act, linear_relu, norm_act, norm_act_pool, stem_conv
+from zoo.ops.common import differentiated, is_unmodified
+from zoo.ops.images import Norm, bias_act_pool, conv_bias_act, conv_norm_act, norm_act_pool, stem_conv
 from zoo.weights import keep_channels_last
 
 STEM_WIDTH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class Folding:
-    """How a model with folded batch norms runs; see ``zoo.resnet.fold_batch_norm``.
-
-    Args:
-        convolutions: ``"glue"``: the library's convolution, then bias, residual and activation in one pass.
-            ``"fused"``: one cuDNN call for all, if cuDNN is available.
-        pointwise: 1 × 1 convolutions of stride 1 as ``"convolution"``, or as ``"matmul"``: a matrix product over
-            pixels, fused with bias and activation if no residual is added.
-    """
-
-    convolutions: str = "glue"
-    pointwise: str = "convolution"
-
-    def __post_init__(self) -> None:
-        validate.one_of(self, "convolutions", ("glue", "fused"))
-        validate.one_of(self, "pointwise", ("convolution", "matmul"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +59,7 @@ class ResNetConfig:
         norm: ``"batch"``, or ``"frozen"`` for torchvision's ``FrozenBatchNorm2d``.
         norm_momentum: Share of a batch's statistics in the running ones, with ``norm="batch"``.
         track_running_stats: False for batch norms that use each batch's own statistics in eval mode too.
-        folding: How a model with folded norms runs; None for a model with norms.
+        folded: A model for inference without norms, which ``zoo.resnet.fold_batch_norm`` makes.
     """
 
     block: str
@@ -94,7 +74,7 @@ class ResNetConfig:
     norm_momentum: float = 0.1
     track_running_stats: bool = True
     zero_init_residual: bool = False
-    folding: Folding | None = None
+    folded: bool = False
 
     def __post_init__(self) -> None:
         # Configurations from files often have lists, which never equal tuples.
@@ -169,7 +149,7 @@ class FrozenBatchNorm(nn.Module):
 
 def _make_norm(config: ResNetConfig, channels: int) -> nn.Module | None:
     """A norm that holds tensors and is never called; None in a folded model."""
-    if config.folding is not None:
+    if config.folded:
         return None
     if config.norm == "frozen":
         return FrozenBatchNorm(channels, config.norm_eps)
@@ -199,27 +179,14 @@ class Unit(nn.Module):
     def __init__(self, config: ResNetConfig, inputs: int, outputs: int, kernel: int, **options: int) -> None:
         super().__init__()
         padding = options.get("dilation", 1) * (kernel // 2)
-        self.folding = config.folding
-        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, bias=config.folding is not None, **options)  # type: ignore[arg-type]
+        self.conv = nn.Conv2d(inputs, outputs, kernel, padding=padding, bias=config.folded, **options)  # type: ignore[arg-type]
         self.norm = _make_norm(config, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C_in, H, W] -> [N, C_out, H', W']."""
-        return self.folded(x, None) if self.norm is None else norm_act(self.conv(x), _norm_of(self.norm))
-
-    def folded(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Relu of convolution, bias and residual."""
-        conv, weight, bias, folding = self.conv, self.conv.weight, self.conv.bias, self.folding
-        assert bias is not None and folding is not None
-        options = conv.stride, conv.padding, conv.dilation, conv.groups
-        if folding.pointwise == "matmul" and options == ((1, 1), (0, 0), (1, 1), 1):
-            rows = to_rows(x)
-            if residual is None and not watched():
-                return to_images(linear_relu(rows, weight.flatten(1), bias), x)
-            return bias_act(to_images(F.linear(rows, weight.flatten(1)), x), bias, residual)
-        if folding.convolutions == "fused" and not watched():
-            return conv_act(x, weight, bias, residual, *options)
-        return bias_act(F.conv2d(x, weight, None, *options), bias, residual)  # type: ignore[arg-type]
+        if self.norm is None:
+            return conv_bias_act(x, self.conv)
+        return conv_norm_act(x, self.conv, _norm_of(self.norm))
 
 
 class Join(Unit):
@@ -237,9 +204,9 @@ class Join(Unit):
         """[N, C_in, H, W] inside the block, and the block's input -> [N, C_out, H, W]."""
         residual = block_input if self.shortcut is None else self.shortcut(block_input)
         if self.norm is None:
-            return self.folded(x, residual)
+            return conv_bias_act(x, self.conv, residual)
         shortcut_norm = None if self.shortcut_norm is None else _norm_of(self.shortcut_norm)
-        return norm_act(self.conv(x), _norm_of(self.norm), residual, shortcut_norm)
+        return conv_norm_act(x, self.conv, _norm_of(self.norm), residual, shortcut_norm)
 
 
 class Stem(Unit):
@@ -366,7 +333,7 @@ class ResNet(nn.Module):
 
 
 def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
-    if config.folding is not None and torch.is_autocast_enabled(weight.device.type):
+    if config.folded and torch.is_autocast_enabled(weight.device.type):
         # Autocast casts only convolutions: bias, residual and cuDNN's fused calls would get two dtypes.
         narrow = torch.get_autocast_dtype(weight.device.type)
         raise ValueError(f"a folded model runs in its own dtype: leave torch.autocast, use model.to({narrow})")
@@ -374,9 +341,9 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
         "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and the "
         "transforms() of torchvision's weights scale and normalise integers"
     )
-    shape, kinds = f"N {config.in_channels} H W", "floating" if config.folding is None else (weight.dtype,)
+    shape, kinds = f"N {config.in_channels} H W", "floating" if not config.folded else (weight.dtype,)
     validate.tensor("images", images, shape, kinds=kinds, like=weight, empty=False, hint=hint)
-    if config.folding is not None and differentiated(images):
+    if config.folded and differentiated(images):
         raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")
 
 

@@ -23,11 +23,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.images import NO_NORM, Tensors
-from zoo.ops.triton.tiles import total_of
+from zoo.ops.triton.tiles import TURNS, tile_of_product, total_of
 
 # Tile of a program (rows, channels) and its warps, for the forward and for gradients of rows.
 APPLY = {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
@@ -146,6 +147,32 @@ def _apply(
         # Of a NaN no comparison is true: it passes, as in torch.
         value = tl.where(value <= 0.0, 0.0, value)
         tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
+
+
+@kernel(do_not_specialize=["rows", "inputs", "channels"])
+def _product_norm_act(
+    x, matrix, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows,
+    inputs, channels, eps: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of_product(tl.cdiv(rows, ROWS), tl.cdiv(channels, BLOCK), ROWS, BLOCK, TURNS)
+    value = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, inputs, INPUTS):
+        value = tl.dot(x.load([row, first]), matrix.load([column, first]).T, value)
+    channel = column + tl.arange(0, BLOCK)
+    live = channel < channels
+    if mean is not None:
+        middle, _, scale = norm_of(mean, variance, weight, channel, live, eps)
+        value = (value - middle[None, :]) * scale[None, :]
+    value += of_channels(bias, channel, live)[None, :]
+    if other is not None:
+        more = other.load([row, column]).to(tl.float32)
+        if other_mean is not None:
+            middle, _, scale = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
+            more = (more - middle[None, :]) * scale[None, :] + of_channels(other_bias, channel, live)[None, :]
+        value += more
+    value = tl.where(value <= 0.0, 0.0, value)
+    out.store([row, column], value.to(out.dtype))
 
 
 @kernel(do_not_specialize=["rows", "share", "chunks"])
@@ -308,6 +335,37 @@ def _gradients(
 def by_pixels(x: Tensor) -> Tensor:
     """Make rows [R, C] contiguous, or images [N, C, H, W] channels_last; no copy if they are already."""
     return x.contiguous() if x.dim() == 2 else x.contiguous(memory_format=torch.channels_last)
+
+
+# Tiles of a product: its rows and channels, inputs at a time, and the most pipeline stages. A product takes the first
+# that gives a GPU's cores a tile each, or the last.
+PRODUCT_TILES = (128, 128, 64, 3), (128, 64, 64, 3), (64, 64, 64, 4), (64, 32, 128, 4)
+LEAST_TILES = 132
+
+
+def _product_tile(rows: int, channels: int) -> tuple[int, int, int, int]:
+    for tile in PRODUCT_TILES:
+        if tile[1] <= channels and ceil_div(rows, tile[0]) * ceil_div(channels, tile[1]) >= LEAST_TILES:
+            return tile
+    return PRODUCT_TILES[-1]
+
+
+def product_norm_act(
+    x: Tensor, matrix: Tensor, own: Tensors, residual: Tensor | None, other: Tensors, eps: float
+) -> Tensor:
+    """``norm_act`` of x [R, I] times matrix [C, I]: [R, C], without the product in memory."""
+    (rows, inputs), channels = x.shape, matrix.shape[0]
+    out = x.new_empty(rows, channels)
+    down, across, depth, stages = _product_tile(rows, channels)
+    tile = [down, across]
+    _product_norm_act[(ceil_div(rows, down) * ceil_div(channels, across),)](
+        TensorDescriptor.from_tensor(x, [down, depth]), TensorDescriptor.from_tensor(matrix, [across, depth]),
+        *own, None if residual is None else TensorDescriptor.from_tensor(residual, tile), *other,
+        TensorDescriptor.from_tensor(out, tile), rows, inputs, channels, eps,
+        ROWS=down, BLOCK=across, INPUTS=depth, TURNS=TURNS, num_warps=4,
+        num_stages=min(stages, ceil_div(inputs, depth)),
+    )  # fmt: skip
+    return out
 
 
 def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: Tensors, eps: float) -> Tensor:

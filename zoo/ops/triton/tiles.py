@@ -369,6 +369,15 @@ def _gated_backward(grad, x, bias, out, part, rows, columns, ROWS: tl.constexpr,
         tl.store(part + columns, tl.sum(rights, 0), mask=live)
 
 
+@triton.jit
+def tile_of_product(down, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr):
+    """First row and first column of a program's tile, of so many tiles down and across."""
+    turn = tl.program_id(0) // (TURNS * across)
+    within = tl.program_id(0) % (TURNS * across)
+    together = tl.minimum(down - turn * TURNS, TURNS)
+    return (turn * TURNS + within % together) * ROWS, within // together * COLUMNS
+
+
 @kernel(do_not_specialize=["rows", "channels", "columns"])
 def _product(
     x, weight, bias, count, out, rows, channels, columns, GATED: tl.constexpr, GELU: tl.constexpr, TANH: tl.constexpr,
@@ -378,11 +387,7 @@ def _product(
     if count is not None:
         down = tl.minimum(down, tl.cdiv(tl.load(count), ROWS))
     if tl.program_id(0) < down * across:
-        turn = tl.program_id(0) // (TURNS * across)
-        within = tl.program_id(0) % (TURNS * across)
-        together = tl.minimum(down - turn * TURNS, TURNS)
-        row = (turn * TURNS + within % together) * ROWS
-        column = within // together * COLUMNS
+        row, column = tile_of_product(down, across, ROWS, COLUMNS, TURNS)
         value = tl.zeros([ROWS, COLUMNS], tl.float32)
         if GATED:
             gate = tl.zeros([ROWS, COLUMNS], tl.float32)
