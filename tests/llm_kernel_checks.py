@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
-import zoo.ops.common
 from tests import kernel_checks
 from tests.kernel_checks import DEVICE, MARKS, in_float64, kernels_run, values  # noqa: F401
 from zoo.llm import KVCache, LLMLayer
 from zoo.llm.generate import DecodeState, accept
+from zoo.ops import common
 from zoo.ops.attention import attend, decode_attention, decode_layer, quantized, rotate_into, split_rotated
 from zoo.ops.transformer import rms_norm, swiglu
 from zoo.ops.triton import decode as products
@@ -26,11 +26,19 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1.
     kernel_checks.close(found, expected, dtype, RELATIVE[dtype], times=times)
 
 
+@pytest.fixture
+def by_tma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter reads by TMA, as a Hopper does."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(common, "has_tma", lambda device: True)
+
+
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize(
-    ("rows", "columns", "out"), [(1, 64, 33), (3, 100, 40), (4, 2048, 24), (1, 9000, 3), (17, 32, 8192)]
+    ("rows", "columns", "out"),
+    [(1, 64, 33), (3, 100, 40), (4, 2048, 24), (1, 9000, 3), (17, 32, 8192), (33, 400, 72), (20, 100, 40)],
 )
-def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None:
+def test_products(rows: int, columns: int, out: int, dtype: torch.dtype, by_tma: None) -> None:
     x, weight = values(rows, columns, dtype=dtype), values(out, columns, dtype=dtype, scale=columns**-0.5)
     norm, bias, residual = values(columns, dtype=dtype), values(out, dtype=dtype), values(rows, out, dtype=dtype)
     exact, exact_weight = x.double(), weight.double()
@@ -45,9 +53,9 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("rows", "columns", "out"), [(3, 100, 40), (1, 9000, 3), (20, 32, 4096)])
+@pytest.mark.parametrize(("rows", "columns", "out"), [(3, 100, 40), (1, 9000, 3), (20, 32, 4096), (20, 320, 72)])
 def test_products_of_quantized_weights(
-    rows: int, columns: int, out: int, weight_dtype: torch.dtype, dtype: torch.dtype
+    rows: int, columns: int, out: int, weight_dtype: torch.dtype, dtype: torch.dtype, by_tma: None
 ) -> None:
     x, norm, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype), values(out, dtype=dtype)
     numbers, scale = quantized(values(2 * out, columns, dtype=dtype, scale=columns**-0.5), weight_dtype)
@@ -222,7 +230,7 @@ def test_a_model_decodes_as_without_kernels(options, batch, monkeypatch):
     with torch.inference_mode():
         for kernels in (True, False):
             if not kernels:
-                monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: False)
+                monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
             cache: KVCache = model.make_cache(batch, 32)
             model(tokens[:, :8], cache=cache)
             logits[kernels] = torch.cat(

@@ -327,7 +327,8 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         return sums.sum_of_parts(part, shared(part.numel(), part.dtype))
 
     def step(model: LLM, x: Tensor, cache: Tensor) -> Tensor:
-        return model.layers[0](x, model.rotary(rows[:, None]), positions=rows[:, None], cache=cache)
+        where = torch.arange(len(x))[:, None] % 16
+        return model.layers[0](x, model.rotary(where), positions=where, cache=cache)
 
     return {
         "swiglu": (swiglu, (grown(3, 8),)),
@@ -341,6 +342,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "prefill": (attend, (torch.randn(2, 3, 2, 32), cache, several, 4)),
         "attention": (decode_attention, (torch.randn(2, 4 * 32), cache, rows, rotary, head, head, 1e-6, 2, 5)),
         "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 16).layers[0])),
+        "a step of many": (torch.no_grad()(step), (*small(17, 1), small(17, 1)[0].make_cache(17, 16).layers[0])),
         "head": (torch.no_grad()(lambda model, x: model.head(x, model.output_weight)), (model, x[:1])),
         "sum": (add_up, (torch.randn(3, 100),)),
         "dequantized": (dequantized, (torch.ones(4, 8, dtype=torch.int8), torch.ones(4))),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run
+from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run, tma_runs
 from zoo.ops.transformer import reference_rms_norm
 
 
@@ -84,8 +84,9 @@ def rotate_into(
 
 # A weight [N, C], and the scale [N] of its rows if it is quantized.
 Weight: TypeAlias = tuple[Tensor, Tensor | None]
-# For more rows the vendor library's products are faster, or equal. They take a copy of quantized weights.
-MOST_ROWS, MOST_QUANTIZED_ROWS = 16, 32
+# For more rows the vendor library's products are faster, or equal. They take a copy of quantized weights. The last is
+# for GPUs with TMA.
+MOST_ROWS, MOST_QUANTIZED_ROWS, MOST_TMA_ROWS = 16, 32, 64
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
@@ -135,6 +136,8 @@ def _kernels_fit(x: Tensor, cache: Tensor) -> bool:
 def few_rows(x: Tensor, *weights: Weight) -> bool:
     """Whether the decoding kernels take x [M, C]: few rows, the dtype of products, and no gradients."""
     most = MOST_ROWS if all(scale is None for _, scale in weights) else MOST_QUANTIZED_ROWS
+    if all(weight.shape[-1] % 16 == 0 for weight, _ in weights) and tma_runs(x):
+        most = MOST_TMA_ROWS
     if x.dtype == torch.float32:
         most = 1  # tensor cores multiply what has fewer bits
     numbers = [weight if scale is None else scale for weight, scale in weights]

@@ -24,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from zoo.engine.kernel import kernel
 from zoo.engine.traced import traced_to_run
-from zoo.ops.common import ceil_div, next_power
+from zoo.ops.common import ceil_div, next_power, tma_runs
 from zoo.ops.triton import norms
 
 # Slots per step of a program, and programs that fill a large GPU.
@@ -239,13 +240,11 @@ def _linear(
 @kernel
 def _linear_rows(
     x, weight, scale, bias, residual, out, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A few rows of features, padded to SLOTS, times TILE weight rows on tensor cores.
 
-    Each warp multiplies one of PARTS of the columns; with one part all warps share it. A gated tile holds rows of both
-    halves of the weight.
+    Each warp multiplies one of PARTS of the columns. A gated tile holds rows of both halves of the weight.
     """
     ROWS: tl.constexpr = TILE // 2 if GATED else TILE
     SPAN: tl.constexpr = (C + PARTS * BLOCK_C - 1) // (PARTS * BLOCK_C) * BLOCK_C
@@ -255,25 +254,20 @@ def _linear_rows(
     row = n + member // ROWS * N
     m = tl.arange(0, SLOTS)
     column = tl.arange(0, BLOCK_C)
-    if PARTS > 1:
-        column = tl.arange(0, PARTS)[:, None] * SPAN + column[None, :]
-        of_weight, there, across = row[None, :, None], live[None, :, None], column[:, None, :]
-        of_x, down = m[None, None, :], column[:, :, None]
-        total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
-    else:
-        of_weight, there, across = row[:, None], live[:, None], column[None, :]
-        of_x, down = m[None, :], column[:, None]
-        total = tl.zeros([TILE, SLOTS], tl.float32)
+    column = tl.arange(0, PARTS)[:, None] * SPAN + column[None, :]
+    of_weight, there, across = row[None, :, None], live[None, :, None], column[:, None, :]
+    of_x, down = m[None, None, :], column[:, :, None]
+    total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
     place = weight + of_weight * C + across
     given = x + of_x * C + down
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for begin in tl.range(0, SPAN, BLOCK_C, num_stages=STAGES):
+    for begin in range(0, SPAN, BLOCK_C):
         numbers = tl.load(place + begin, mask=there & (across + begin < C), other=0.0)
         value = tl.load(given + begin, mask=(of_x < M) & (down + begin < C), other=0.0)
         total = tl.dot(numbers.to(value.dtype), value, total, input_precision="ieee")
-    result = tl.sum(total, 0) if PARTS > 1 else total
+    result = tl.sum(total, 0)
     if scale is not None:
         result *= tl.load(scale + row, mask=live, other=0.0).to(tl.float32)[:, None]
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -290,12 +284,62 @@ def _linear_rows(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=seen)
 
 
+@kernel
+def _linear_tiles(
+    x, weight, scale, out, M: tl.constexpr, N: tl.constexpr, SPAN: tl.constexpr, GATED: tl.constexpr,
+    TILE: tl.constexpr, SLOTS: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Rows of features, padded to SLOTS, times TILE weight rows, both read by TMA; SPAN of the columns a program."""
+    row = tl.program_id(0) * TILE
+    part = tl.program_id(1)
+    total = tl.zeros([TILE, SLOTS], tl.float32)
+    up = tl.zeros([TILE, SLOTS], tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for begin in range(part * SPAN, part * SPAN + SPAN, BLOCK_C):
+        value = x.load([0, begin])
+        total = tl.dot(weight.load([row, begin]).to(value.dtype), value.T, total, input_precision="ieee")
+        if GATED:
+            up = tl.dot(weight.load([N + row, begin]).to(value.dtype), value.T, up, input_precision="ieee")
+    m, n = tl.arange(0, SLOTS), row + tl.arange(0, TILE)
+    if scale is not None:
+        total *= tl.load(scale + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up *= tl.load(scale + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        total = total * tl.sigmoid(total) * up
+    place = ((part * M + m) * N)[None, :] + n[:, None]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+@kernel
+def _add_parts(
+    parts, bias, residual, out, N: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The sum of parts [PARTS, SIZE], plus a bias and a residual."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = place < SIZE
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    part = (tl.arange(0, PARTS) * SIZE)[:, None] + place[None, :]
+    total = tl.sum(tl.load(parts + part, mask=live[None, :], other=0.0), 0)
+    if bias is not None:
+        total += tl.load(bias + place % N, mask=live, other=0.0).to(tl.float32)
+    if residual is not None:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=live)
+
+
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
-# With at least so many rows of features, a weight of at least so many rows is read in tiles of 64: fewer programs then
-# read the features.
-WIDE_ROWS, WIDE_WEIGHT = 17, 8192
+# More rows of features than FEW are read by TMA, where it is. A program then takes TILE weight rows, in so many stages,
+# and columns are split while there are no more than so many programs.
+FEW, TILE, STAGES, MOST_PROGRAMS = 16, 64, 4, 256
 
 
 def linear(
@@ -324,12 +368,39 @@ def linear(
         return out
     if norm is not None:
         x = norms.norm(x, None, None, norm, None, eps, keep=False)[0]
-    tile, parts, stages = (64, 1, 4) if m >= WIDE_ROWS and weight.shape[0] >= WIDE_WEIGHT else (16, 4, 3)
+    if m > FEW and columns % 16 == 0 and tma_runs(x):
+        return _linear_by_tma(x, weight, bias, residual, gated, scale)
+    tile, parts = 16, 4
     block = min(256 // x.element_size(), max(next_power(ceil_div(columns, parts)), 16))
     _linear_rows[(ceil_div(n, tile // 2 if gated else tile),)](
         x, weight, scale, bias, residual, out, M=m, N=n, C=columns, SLOTS=max(next_power(m), 8), TILE=tile,
-        PARTS=parts, BLOCK_C=block, STAGES=stages, GATED=gated, num_warps=4, **overlap,
+        PARTS=parts, BLOCK_C=block, GATED=gated, num_warps=4, **overlap,
     )  # fmt: skip
+    return out
+
+
+def _linear_by_tma(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, scale: Tensor | None
+) -> Tensor:
+    """``linear`` of more rows than FEW, without a norm."""
+    (m, columns), n = x.shape, weight.shape[0] // (1 + gated)
+    tiles, parts = ceil_div(n, TILE), 1
+    while not gated and 2 * parts * tiles <= MOST_PROGRAMS:
+        parts *= 2
+    alone, overlap = parts == 1 and bias is None and residual is None, overlap_on(x.device)
+    product = x.new_empty(parts, m, n, dtype=x.dtype if alone else torch.float32)
+    slots, block = max(next_power(m), 16), 256 // x.element_size()
+    _linear_tiles[(tiles, parts)](
+        TensorDescriptor.from_tensor(x, [slots, block]), TensorDescriptor.from_tensor(weight, [TILE, block]), scale,
+        product, M=m, N=n, SPAN=ceil_div(columns, parts * block) * block, GATED=gated, TILE=TILE, SLOTS=slots,
+        BLOCK_C=block, num_warps=4, num_stages=STAGES, **overlap,
+    )  # fmt: skip
+    if alone:
+        return product[0]
+    out, block = x.new_empty(m, n), 512
+    _add_parts[(ceil_div(m * n, block),)](
+        product, bias, residual, out, N=n, SIZE=m * n, PARTS=parts, BLOCK=block, num_warps=4, **overlap
+    )
     return out
 
 
