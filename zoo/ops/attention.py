@@ -84,9 +84,9 @@ def rotate_into(
 
 # A weight [N, C], and the scale [N] of its rows if it is quantized.
 Weight: TypeAlias = tuple[Tensor, Tensor | None]
-# For more rows the vendor library's products are faster, or equal. They take a copy of quantized weights. The last is
-# for GPUs with TMA.
-MOST_ROWS, MOST_QUANTIZED_ROWS, MOST_TMA_ROWS = 16, 32, 64
+# For more rows the vendor library's products are faster, or equal. They take a copy of quantized weights. By TMA our
+# kernels take twice as many.
+MOST_ROWS, MOST_QUANTIZED_ROWS = 16, 32
 
 
 def attend(query: Tensor, cache: Tensor, positions: Tensor, window: int | None) -> Tensor:
@@ -137,7 +137,7 @@ def few_rows(x: Tensor, *weights: Weight) -> bool:
     """Whether the decoding kernels take x [M, C]: few rows, the dtype of products, and no gradients."""
     most = MOST_ROWS if all(scale is None for _, scale in weights) else MOST_QUANTIZED_ROWS
     if all(weight.shape[-1] % 16 == 0 for weight, _ in weights) and tma_runs(x):
-        most = MOST_TMA_ROWS
+        most *= 2
     if x.dtype == torch.float32:
         most = 1  # tensor cores multiply what has fewer bits
     numbers = [weight if scale is None else scale for weight, scale in weights]
