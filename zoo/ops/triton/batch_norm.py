@@ -149,10 +149,10 @@ def _apply(
         tl.store(out + place + inner, value.to(out.dtype.element_ty), mask=seen)
 
 
-@kernel(do_not_specialize=["rows", "inputs", "channels"])
+@kernel(do_not_specialize=["norms", "rows", "inputs", "channels"])
 def _product_norm_act(
-    x, matrix, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows,
-    inputs, channels, eps: tl.constexpr,
+    x, matrix, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, norms,
+    rows, inputs, channels, eps: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     row, column = tile_of_product(tl.cdiv(rows, ROWS), tl.cdiv(channels, BLOCK), ROWS, BLOCK, TURNS)
@@ -161,16 +161,20 @@ def _product_norm_act(
         value = tl.dot(x.load([row, first]), matrix.load([column, first]).T, value)
     channel = column + tl.arange(0, BLOCK)
     live = channel < channels
+    # A scale and a shift of each channel: the tile leaves few registers.
+    shift = of_channels(bias, channel, live)
     if mean is not None:
         middle, _, scale = norm_of(mean, variance, weight, channel, live, eps)
-        value = (value - middle[None, :]) * scale[None, :]
-    value += of_channels(bias, channel, live)[None, :]
+        value *= scale[None, :]
+        shift -= middle * scale
     if other is not None:
         more = other.load([row, column]).to(tl.float32)
         if other_mean is not None:
             middle, _, scale = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
-            more = (more - middle[None, :]) * scale[None, :] + of_channels(other_bias, channel, live)[None, :]
+            more *= tl.where(norms > 0, scale, 1.0)[None, :]
+            shift += tl.where(norms > 0, of_channels(other_bias, channel, live) - middle * scale, 0.0)
         value += more
+    value += shift[None, :]
     value = tl.where(value <= 0.0, 0.0, value)
     out.store([row, column], value.to(out.dtype))
 
@@ -337,16 +341,17 @@ def by_pixels(x: Tensor) -> Tensor:
     return x.contiguous() if x.dim() == 2 else x.contiguous(memory_format=torch.channels_last)
 
 
-# Tiles of a product: its rows and channels, inputs at a time, and the most pipeline stages. A product takes the first
-# that gives a GPU's cores a tile each, or the last.
-PRODUCT_TILES = (128, 128, 64, 3), (128, 64, 64, 3), (64, 64, 64, 4), (64, 32, 128, 4)
+# Tiles of a product: its rows and channels, inputs at a time, and pipeline stages. A product takes the first that gives
+# a GPU's cores a tile each, or the last.
+PRODUCT_TILES = (128, 128, 64, 3), (64, 64, 64, 4), (64, 32, 128, 4)
 LEAST_TILES = 132
 
 
-def _product_tile(rows: int, channels: int) -> tuple[int, int, int, int]:
-    for tile in PRODUCT_TILES:
-        if tile[1] <= channels and ceil_div(rows, tile[0]) * ceil_div(channels, tile[1]) >= LEAST_TILES:
-            return tile
+def _product_tile(rows: int, channels: int, adds: bool) -> tuple[int, int, int, int]:
+    for down, across, depth, stages in PRODUCT_TILES:
+        down = down if adds else 64  # without a residual more tiles of fewer rows are faster
+        if ceil_div(rows, down) * ceil_div(channels, across) >= LEAST_TILES:
+            return down, across, depth, stages
     return PRODUCT_TILES[-1]
 
 
@@ -356,14 +361,15 @@ def product_norm_act(
     """``norm_act`` of x [R, I] times matrix [C, I]: [R, C], without the product in memory."""
     (rows, inputs), channels = x.shape, matrix.shape[0]
     out = x.new_empty(rows, channels)
-    down, across, depth, stages = _product_tile(rows, channels)
+    down, across, depth, stages = _product_tile(rows, channels, residual is not None)
     tile = [down, across]
+    # A residual with and without a norm is one kernel, which takes a second to compile: without, it is given any norm.
+    norms = int(other[0] is not None)
     _product_norm_act[(ceil_div(rows, down) * ceil_div(channels, across),)](
         TensorDescriptor.from_tensor(x, [down, depth]), TensorDescriptor.from_tensor(matrix, [across, depth]),
-        *own, None if residual is None else TensorDescriptor.from_tensor(residual, tile), *other,
-        TensorDescriptor.from_tensor(out, tile), rows, inputs, channels, eps,
-        ROWS=down, BLOCK=across, INPUTS=depth, TURNS=TURNS, num_warps=4,
-        num_stages=min(stages, ceil_div(inputs, depth)),
+        *own, None if residual is None else TensorDescriptor.from_tensor(residual, tile), *(other if norms else own),
+        TensorDescriptor.from_tensor(out, tile), norms, rows, inputs, channels, eps,
+        ROWS=down, BLOCK=across, INPUTS=depth, TURNS=TURNS, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
