@@ -8,9 +8,11 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -595,11 +597,20 @@ def test_the_command_compiles_what_a_session_calls(tmp_path: Path) -> None:
     assert graphs() == before + 1  # the prompt's, which was not compiled
 
 
-@pytest.mark.parametrize(("error", "code", "said"), [(KeyboardInterrupt, 130, "stopped\n"), (BrokenPipeError, 1, "")])
-def test_a_command_that_is_stopped_or_not_read_ends_in_silence(error, code, said, monkeypatch, capfd) -> None:
+@pytest.mark.parametrize(
+    ("sent", "code", "said"), [("SIGINT", 130, "stopped\n"), ("SIGTERM", 130, "stopped\n"), ("", 1, "")]
+)
+def test_a_command_that_is_stopped_or_not_read_ends_in_silence(sent, code, said, monkeypatch, capfd) -> None:
     def stop(given: Any) -> None:
-        raise error
+        if not sent:
+            raise BrokenPipeError
+        os.kill(os.getpid(), getattr(signal, sent))
+        time.sleep(10)  # the signal comes before
 
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("zoo.__main__._list", stop)
     monkeypatch.setattr("os.dup2", lambda *_: None)
-    assert main(["list"]) == code and capfd.readouterr().err == said
+    try:
+        assert main(["list"]) == code and capfd.readouterr().err == said
+    finally:
+        signal.signal(signal.SIGTERM, before)

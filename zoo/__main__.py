@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from zoo.registry import families
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; 2 if it refuses, with the reason on standard error."""
     given = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: temporary folders are removed
     try:
         return given.command(given) or 0
     except KeyboardInterrupt:
