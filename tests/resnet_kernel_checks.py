@@ -100,6 +100,13 @@ def test_a_convolution_of_single_pixels_ends_in_the_norm(inputs: int, channels: 
     conv_norm_act(x, conv, as_norm(given, True))
     conv_norm_act(x.clone().requires_grad_(), conv, as_norm(given))
     conv_norm_act(x, conv, as_norm(given), more.float())
+    with pytest.raises(ValueError, match="residual has shape"):
+        conv_norm_act(x, conv, as_norm(given), more[:1])
+    with pytest.raises(RuntimeError, match="expected input"):
+        conv_norm_act(x[:, ::2], conv, as_norm(given))
+    biased = torch.nn.Conv2d(inputs, channels, 1).to(DEVICE, half).requires_grad_(False)
+    expected = reference(F.conv2d(x.double(), biased.weight.double(), biased.bias.double()), given, False).relu()
+    kernel_checks.close(conv_norm_act(x, biased, as_norm(given)), expected, half, layout=torch.channels_last)
     conv.register_forward_hook(lambda *_: launched.append(2))
     conv_norm_act(x, conv, as_norm(given))
     assert launched == [1, 1, 1, 2]

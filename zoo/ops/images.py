@@ -2,6 +2,7 @@
 
     norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
     bias_act     relu(x + bias)  relu(x + bias + residual)
+    conv_...     the same of a convolution: one of single pixels is a product by one kernel
     ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
 
 Group norm: Wu and He, 2018. torch's group norm converts to the contiguous format, and needs separate passes for the
@@ -256,8 +257,8 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
 def conv_norm_act(
     x: Tensor, conv: nn.Conv2d, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None
 ) -> Tensor:
-    """``norm_act`` of a convolution without a bias; one of single pixels is a product that ends in the norm."""
-    if not norm.of_batch and (residual_norm is None or residual_norm.eps == norm.eps):
+    """``norm_act`` of a convolution; one of single pixels is a product that ends in the norm."""
+    if not norm.of_batch and conv.bias is None and (residual_norm is None or residual_norm.eps == norm.eps):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
         if (out := _pointwise_act(x, conv, own, residual, other, norm.eps, few=True)) is not None:
             return out
@@ -268,15 +269,17 @@ def _pointwise_act(
     x: Tensor, conv: nn.Conv2d, own: Tensors, residual: Tensor | None, other: Tensors, eps: float, few: bool = False
 ) -> Tensor | None:
     """Relu of a convolution of single pixels, normed, plus a residual, by one kernel; None where it does not run."""
-    options = conv.kernel_size, conv.stride, conv.padding, conv.groups
-    if options != ((1, 1), (1, 1), (0, 0), 1) or not is_unmodified(conv, nn.Conv2d):
+    options = conv.kernel_size, conv.stride, conv.padding, conv.groups, conv.in_channels
+    if options != ((1, 1), (1, 1), (0, 0), 1, x.shape[1]) or not is_unmodified(conv, nn.Conv2d):
         return None
     rows, matrix = to_rows(x), conv.weight.flatten(1)
     added = None if residual is None else to_rows(residual)
     if differentiated(*own[2:], residual, *other[2:]) or not product_runs(rows, matrix, own[3], few):
         return None
-    if added is not None and (added.dtype != rows.dtype or not has_aligned_rows(added)):
-        return None
+    if added is not None:
+        alike = added.dtype == rows.dtype and added.shape == (rows.shape[0], matrix.shape[0])
+        if not alike or not has_aligned_rows(added):
+            return None
     return to_images(kernels.batch_norm.product_norm_act(rows, matrix, own, added, other, eps), x)
 
 

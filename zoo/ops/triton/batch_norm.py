@@ -3,6 +3,7 @@
     moments      mean and sum of squared deviations of each channel, over a chunk of rows
     combine      merges the chunks in order; updates the running statistics
     apply        normalises, adds and activates
+    product      a product that ends in what apply does, for inference
     sums         over a chunk of rows: the gradient after the relu's mask, and its product with the normalised rows
     total        adds the chunks in order: the gradients of weight and bias
     gradients    the gradient of each row, and of its residual
