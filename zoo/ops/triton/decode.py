@@ -6,8 +6,9 @@ Hopper and newer, overlaps them. A kernel starts as soon as all programs of its 
 writes; only weights are loaded earlier. So the kernel right before a step must not write weights; in a model it is an
 embedding lookup.
 A product reads every weight row once, fused with the activation and the residual add behind it. One row of features is
-multiplied by ordinary instructions, fused with its norm too; several rows by tensor cores, after a norm of its own. It
-permits the next kernel at once. Attention permits it late, so that loads of later weights do not delay its own loads.
+multiplied by ordinary instructions, fused with its norm too; several rows by tensor cores, after a norm of its own.
+For more rows weights are read by TMA, and programs share the columns of a row; a kernel behind adds their parts. A
+product permits the next kernel at once. Attention permits it late, so that loads of later weights do not delay its own.
 
 Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
 length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
