@@ -269,10 +269,12 @@ def _pointwise_act(
     x: Tensor, conv: nn.Conv2d, own: Tensors, residual: Tensor | None, other: Tensors, eps: float, few: bool = False
 ) -> Tensor | None:
     """Relu of a convolution of single pixels, normed, plus a residual, by one kernel; None where it does not run."""
-    options = conv.kernel_size, conv.stride, conv.padding, conv.groups, conv.in_channels
-    if options != ((1, 1), (1, 1), (0, 0), 1, x.shape[1]) or not is_unmodified(conv, nn.Conv2d):
+    weight = conv.weight
+    if weight.shape[1:] != (x.shape[1], 1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0):
         return None
-    rows, matrix = to_rows(x), conv.weight.flatten(1)
+    if not is_unmodified(conv, nn.Conv2d):
+        return None
+    rows, matrix = to_rows(x), weight.flatten(1)
     added = None if residual is None else to_rows(residual)
     if differentiated(*own[2:], residual, *other[2:]) or not product_runs(rows, matrix, own[3], few):
         return None
