@@ -437,7 +437,8 @@ def _launch(
     kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] if tiles[index] else _at_its_address(positional[index]) for index in varying]
-    fixed = all(isinstance(positional[index].meta.get("example_value"), Tensor) for index in varying)
+    examples = [(positional[index].meta.get("example_value"), tiles[index]) for index in varying]
+    fixed = all(isinstance(each, Tensor) and (tile is None or _has_fixed_layout(each)) for each, tile in examples)
     if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         constants = [None if isinstance(each, fx.Node) else each for each in positional]
         of_tensors = [tiles[index] for index in varying]

@@ -190,6 +190,13 @@ def by_tile(value: Any, tensor: Tensor, tile: list[int] | None) -> Any:
     return value if tile is None else TensorDescriptor.from_tensor(tensor, tile)
 
 
+def with_base(like: TensorDescriptor, tensor: Tensor | None) -> TensorDescriptor:
+    """A descriptor of another tensor of the same layout, without the checks, which take the host a microsecond."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__ = {**like.__dict__, "base": tensor}
+    return made
+
+
 # Triton's launcher is a Python function that allocates scratch memory, which our kernels do not ask for, and calls a
 # launch in C. Its parameters after the grid, the stream and the function, by which its versions are told apart, and
 # what it passes to C after these three.
@@ -300,11 +307,12 @@ class Kernel(JITFunction):  # type: ignore[misc]
     ) -> Callable[..., None]:  # fmt: skip
         """A launch as a function of the tensors at these positions; nothing else changes between its calls.
 
-        Those for which ``tiles`` has a shape are read by tiles of it. Their kinds may not change, and their device is
-        the current one in each call. It takes half the host's time of ``kernel[grid](...)``.
+        Those for which ``tiles`` has a shape are read by tiles of it, of one layout. Their kinds may not change,
+        and their device is the current one in each call. It takes half the host's time of ``kernel[grid](...)``.
         """
         driver = triton.runtime.driver.active
         tile_of = dict(zip(positions, tiles or [None] * len(positions), strict=True))
+        tiled = [position for position, tile in tile_of.items() if tile]
         values = [*arguments, *self._unnamed(len(arguments), options)]
         in_c = _arguments_in_c(driver.launcher_cls)
 
@@ -315,14 +323,16 @@ class Kernel(JITFunction):  # type: ignore[misc]
             compiled = self.launch(grid, *given, **options)
             first = names["device"] is None and not any(tensor.data_ptr() % 16 for tensor in tensors)
             if first and hasattr(compiled, "packed_metadata"):
+                # Without their tensors, whose memory they would keep.
+                names.update({f"d{place}": with_base(given[place], None) for place in tiled})
                 run = compiled.run if in_c is None else _launch_in_c(compiled.run)
                 names.update(run=run, launcher=compiled.run, function=compiled.function)
                 names.update(metadata=compiled.packed_metadata, device=driver.get_current_device())
 
         # Code without loops over the arguments: they would take half of the host's time in Python.
         passed = [f"a{place}" if place in tile_of else f"v{place}" for place in range(len(values))]
-        for place in (each for each, tile in tile_of.items() if tile):
-            passed[place] = f"by_tile(a{place}, t{place}, tile_of[{place}])"
+        for place in tiled:
+            passed[place] = f"with_base(d{place}, t{place})"
         tensors, size = ", ".join(f"t{place}" for place in positions), ", ".join(map(str, (*grid, 1, 1)[:3]))
         rest = (in_c or _BY_PYTHON).format(values=", ".join(passed))
         source = f"""
@@ -335,8 +345,8 @@ def launch({tensors}):
 """
         names: dict[str, Any] = {
             "__name__": __name__, "run": None, "device": None, "launch_anew": launch_anew,
-            "stream": driver.get_current_stream, "is_watched": self._is_watched, "by_tile": by_tile,
-            "tile_of": tile_of, **{f"v{place}": value for place, value in enumerate(values)},
+            "stream": driver.get_current_stream, "is_watched": self._is_watched,
+            "with_base": with_base, **{f"v{place}": value for place, value in enumerate(values)},
         }  # fmt: skip
         exec(compile(source, f"<launch of {self.fn.__name__}>", "exec"), names)
         return names["launch"]  # type: ignore[no-any-return]
