@@ -50,14 +50,11 @@ def families() -> tuple[Family, ...]:
 
 def family_of(model: nn.Module) -> Family:
     """The family a zoo model belongs to; TypeError for a module that is not the zoo's."""
-    if (family := _known_family(model)) is not None:
-        return family
+    for family in _FAMILIES.values():
+        if type(model) in family.weights.classes:
+            return family
     name = f"{type(model).__module__}.{type(model).__name__}"
     raise TypeError(f"{name} is not a model of the zoo; zoo.from_upstream(module) converts an upstream library's")
-
-
-def _known_family(model: nn.Module) -> Family | None:
-    return next((family for family in _FAMILIES.values() if type(model) in family.weights.classes), None)
 
 
 def list_models(family: str | None = None) -> list[str]:

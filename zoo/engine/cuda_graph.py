@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zoo.engine.autograd import transformed
 from zoo.engine.call import RegionWarning, has_stance, outermost_call, set_call
 from zoo.engine.captured import Weights, WeightsMovedError, is_captured, is_constant, shapes_of
 from zoo.engine.graphed_step import CaptureError, GraphedStep, by_place
@@ -183,12 +184,7 @@ def _to(value: Any, device: torch.device) -> Any:
 
 def _is_watched() -> bool:
     """Whether a mode or a transform sees each operator, or a stance of the compiler asks for eager code."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or has_stance()
-    )
+    return bool(torch._C._len_torch_dispatch_stack() or transformed() or has_stance())
 
 
 def _forget_oldest(kinds: dict[Any, Any]) -> None:

@@ -38,14 +38,11 @@ _ALLOCATIONS = {torch.empty, torch.empty_like, "new_empty", _aten.empty.memory_f
     *(_aten.empty_strided.default, _aten.new_empty.default, _aten.new_empty_strided.default),
 }
 # What moves no data: functions, and methods by name. ``contiguous`` copies nothing where the layout is right already.
-_VIEWS = (
-    _ALLOCATIONS
-    | {operator.getitem, _aten._unsafe_view.default}
-    | {
-        *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "permute", "reshape", "select"),
-        *("size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
-    }
-)
+_VIEWS = _ALLOCATIONS | {
+    *(operator.getitem, _aten._unsafe_view.default),
+    *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "narrow", "permute", "reshape", "select"),
+    *("size", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
+}
 
 
 class DirectOrInductor(torch._TorchCompileInductorWrapper):

@@ -93,15 +93,14 @@ class Lifted:
             pgo._CODE_STATE = before
             tensor.call_method, builtin.call_function, tensor.method___setitem__ = call_method, call_function, setitem
 
-    def note_numbers(self, module: nn.Module, kinds: Hashable) -> dict[str, Attribute]:
-        """Return the ints and floats among a call's arguments, after noting those that differ between similar calls.
+    def note_numbers(self, module: nn.Module, kinds: Hashable) -> None:
+        """Note the ints and floats among a call's arguments that differ between similar calls.
 
         Similar calls have tensors of equal shapes, so a number that is a tensor's size does not differ between them.
         """
         numbers, shapes = numbers_in(kinds)
         first = self.met.setdefault((structure(module), shapes), numbers)
         self.varying |= {name for name, number in numbers.items() if first.get(name, number) != number}
-        return numbers
 
     def sizes_for(self, module: nn.Module) -> Sizes:
         """What is known of sizes in a block's first call; in training, what an equal block learned before."""
