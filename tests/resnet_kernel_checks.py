@@ -100,6 +100,9 @@ def test_a_convolution_of_single_pixels_ends_in_the_norm(inputs: int, channels: 
     conv_norm_act(x, conv, as_norm(given, True))
     conv_norm_act(x.clone().requires_grad_(), conv, as_norm(given))
     conv_norm_act(x, conv, as_norm(given), more.float())
+    for layout in (torch.channels_last, torch.contiguous_format):  # of one image the second is a view that is turned
+        conv_norm_act(x[:1].contiguous(memory_format=layout), conv, as_norm(given), more[:1].contiguous())
+        conv_norm_act(x[:1, :, :1, :1].contiguous(memory_format=layout), conv, as_norm(given))
     with pytest.raises(ValueError, match="residual has shape"):
         conv_norm_act(x, conv, as_norm(given), more[:1])
     with pytest.raises(RuntimeError, match="expected input"):

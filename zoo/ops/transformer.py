@@ -291,14 +291,15 @@ def gated_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 def has_aligned_rows(x: Tensor) -> bool:
     """Whether rows of half precision begin on 16 bytes, as TMA needs. A region cannot check the address of a tensor."""
-    return not (x.shape[-1] % 8 or (not torch.compiler.is_compiling() and x.storage_offset() % 8))
+    return x.is_contiguous() and not (x.shape[-1] % 8 or (not torch.compiler.is_compiling() and x.storage_offset() % 8))
 
 
 def product_runs(x: Tensor, weight: Tensor, bias: Tensor | None, few: bool = False) -> bool:
     """Whether the zoo has a kernel of this product: by TMA, of enough rows or ``few``, without gradients and casts."""
-    if x.dtype not in _LOW or x.dtype != weight.dtype or (x.numel() < LEAST_ROWS * x.shape[-1] and not few):
+    least = 2 if few else LEAST_ROWS  # the stride of a single row may be any number, which TMA does not take
+    if x.dtype not in _LOW or x.dtype != weight.dtype or x.numel() < least * x.shape[-1]:
         return False
-    if not (has_aligned_rows(x) and has_aligned_rows(weight) and weight.is_contiguous() and weight.shape[0] % 16 == 0):
+    if not (has_aligned_rows(x) and has_aligned_rows(weight) and weight.shape[0] % 16 == 0):
         return False
     if differentiated(x, weight, bias) or torch.is_autocast_enabled(x.device.type):
         return False
