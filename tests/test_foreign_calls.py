@@ -368,6 +368,17 @@ def shorten(place: int, held: Any, y: Tensor) -> Tensor:
     return held[place] + y if place < len(held) else y
 
 
+def replace(place: int, held: Any, y: Tensor) -> Tensor:
+    held[:] = [each + 1 for each in held]
+    return held[place] + y
+
+
+def empty(place: int, held: Any, y: Tensor) -> Tensor:
+    held.clear()
+    held += [y, y + 1, y + 2, y + 3, y + 4]
+    return held[place] + y
+
+
 class Holding(Wired):
     """Does with a list or dict of the caller's what code of one's own may do."""
 
@@ -380,7 +391,7 @@ class Holding(Wired):
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
-@pytest.mark.parametrize("use", [collect, oldest, mapped, insert, reverse, shorten])
+@pytest.mark.parametrize("use", [collect, oldest, mapped, insert, reverse, shorten, replace, empty])
 def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
     eager = Sequence(*(Holding(place, use) for place in range(4)))
     model = compiled(copy.deepcopy(eager))

@@ -402,6 +402,8 @@ class OwnItem(list[Any]):
         if isinstance(index, int) and index in (self.own_index, self.own_index - len(self)):
             self.own = value
         super().__setitem__(index, value)
+        if isinstance(index, slice):
+            self._moved()
 
     def __delitem__(self, index: Any) -> None:
         super().__delitem__(index)
@@ -427,6 +429,11 @@ class OwnItem(list[Any]):
         """As of a list."""
         super().reverse()
         self._moved()
+
+    def clear(self) -> None:
+        """As of a list."""
+        super().clear()
+        self.own = _ABSENT
 
     def _moved(self) -> None:
         self.own = super().__getitem__(self.own_index) if self.own_index < len(self) else _ABSENT
