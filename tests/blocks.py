@@ -28,11 +28,13 @@ def graphs_of(model: nn.Module) -> dict[str, int]:
 
 
 class Wired(nn.Module):
-    """Has a linear layer; what a block does with it, its forward says."""
+    """Has a linear layer, and the attributes that it is given; what a block does with them, its forward says."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 4, **attributes: Any) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
 class Block(Wired):
@@ -59,10 +61,6 @@ class Stack(nn.Module):
 
 class IndexedBlock(Wired):
     """Reads its index: a graph a layer."""
-
-    def __init__(self, width: int, index: int) -> None:
-        super().__init__(width)
-        self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * (self.index + 1)

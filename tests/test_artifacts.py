@@ -40,10 +40,6 @@ ROOT = Path(__file__).resolve().parent.parent
 class Shifted(Wired):
     """A graph with nothing to fuse, of a constant that it reads."""
 
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.shift = 0.5
-
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         return y - self.shift if self.training else y + self.shift
@@ -53,7 +49,7 @@ class Shifts(Declared):
     regions: ClassVar[tuple[zoo.Region, ...]] = (zoo.Region(Shifted, graphs=1),)
 
     def __init__(self, config: str = "three") -> None:
-        super().__init__(*(Shifted() for _ in range(3)))
+        super().__init__(*(Shifted(8, shift=0.5) for _ in range(3)))
         self.config = config
 
 
@@ -157,7 +153,7 @@ def test_another_mode_is_compiled_again(folder: Path, mode: Callable[[], Any]) -
 def test_a_forward_behind_a_decorator_is_compared_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocks() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(Decorated() for _ in range(3))).eval()
+        return nn.Sequential(*(Decorated(power=1) for _ in range(3))).eval()
 
     x = torch.randn(4, 4)
     with torch.no_grad():
@@ -176,9 +172,6 @@ SHIFT, CALLS = torch.ones(8), torch.zeros(())
 
 
 class OfModule(Wired):
-    def __init__(self) -> None:
-        super().__init__(8)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + SHIFT
 
@@ -192,11 +185,11 @@ class Counts(OfModule):
 
 def written_and_loaded(cls: type[nn.Module], folder: Path) -> tuple[zoo.SavedRegions, nn.Module]:
     torch.manual_seed(0)
-    model = zoo.compile_regions(nn.Sequential(*(cls() for _ in range(3))).eval(), dynamic=False)
+    model = zoo.compile_regions(nn.Sequential(*(cls(8) for _ in range(3))).eval(), dynamic=False)
     with torch.no_grad():
         model(torch.randn(4, 8))
     saved = zoo.save_compiled(model, folder)
-    return saved, zoo.load_compiled(nn.Sequential(*(cls() for _ in range(3))).eval(), folder)
+    return saved, zoo.load_compiled(nn.Sequential(*(cls(8) for _ in range(3))).eval(), folder)
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["before the first call", "after a call"])
@@ -247,7 +240,7 @@ def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, w
     with pytest.raises(
         zoo.ArtifactError, match="test_artifacts has changed, or a function, class or constant in it differs"
     ):
-        zoo.load_compiled(nn.Sequential(Calls(), Calls(), Calls()).eval(), tmp_path / "compiled", strict=True)
+        zoo.load_compiled(nn.Sequential(Calls(8), Calls(8), Calls(8)).eval(), tmp_path / "compiled", strict=True)
 
 
 def test_another_function_of_torch_under_a_name_is_compiled_again(tmp_path, monkeypatch) -> None:
@@ -255,7 +248,7 @@ def test_another_function_of_torch_under_a_name_is_compiled_again(tmp_path, monk
     x = torch.randn(4, 8)
     monkeypatch.setattr(HERE, "ACTIVATION", torch.tanh)
     torch.compiler.reset()
-    model = nn.Sequential(Calls(), Calls(), Calls()).eval()
+    model = nn.Sequential(Calls(8), Calls(8), Calls(8)).eval()
     zoo.load_compiled(model, tmp_path / "compiled", strict=True)
     with torch.no_grad():
         torch.testing.assert_close(model(x), eager(model, x))
@@ -390,10 +383,6 @@ def test_a_key_refuses_what_was_not_signed_with_it(folder: Path, tmp_path: Path)
 class Placed(Wired):
     """Knows its place and a rate, as blocks of other libraries do."""
 
-    def __init__(self, place: int, width: int) -> None:
-        super().__init__(width)
-        self.place, self.rate = place, 0.1 * place
-
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x) / (self.place + 1)
         return x + y * self.rate if self.place and 7 % self.place else x - y.relu()
@@ -401,7 +390,7 @@ class Placed(Wired):
 
 def placed(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Placed(place, width) for place in range(4))).eval()
+    return nn.Sequential(*(Placed(width, place=place, rate=0.1 * place) for place in range(4))).eval()
 
 
 @pytest.mark.slow
@@ -423,17 +412,16 @@ def test_numbers_of_a_block_are_saved_as_symbols(tmp_path: Path) -> None:
 class Limited(Wired):
     """Has a limit that may be no number."""
 
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.limit = math.nan
-
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         return self.linear(y) if self.limit > 0.5 else y
 
 
 def test_a_float_that_is_no_number_is_compared_as_the_compiler_does(tmp_path: Path) -> None:
-    model, x = zoo.compile_regions(nn.Sequential(Limited(), Limited()).eval()), torch.randn(2, 8)
+    model, x = (
+        zoo.compile_regions(nn.Sequential(*(Limited(8, limit=math.nan) for _ in range(2))).eval()),
+        torch.randn(2, 8),
+    )
     with torch.no_grad():
         model(x)
         assert len(zoo.save_compiled(model, tmp_path / "compiled").entries) == 1

@@ -22,10 +22,6 @@ from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
 class Inner(Wired):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.scale = 2.0
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.scale
 
@@ -38,7 +34,7 @@ class Louder(Inner):
 class Block(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.inner = Inner(width)
+        self.inner = Inner(width, scale=2.0)
         self.norm = nn.BatchNorm1d(width)
         self.flag = True
         self.scales = (1.0, 1.0)
@@ -83,7 +79,7 @@ def test_later_calls_are_direct(by_dynamo: list[nn.Module]) -> None:
 
 
 def _narrow(block: Any) -> None:
-    block.inner, block.norm = Inner(4), nn.BatchNorm1d(4).eval()
+    block.inner, block.norm = Inner(4, scale=2.0), nn.BatchNorm1d(4).eval()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -209,10 +205,6 @@ def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[nn.Module]) -> None:
 
 
 class Broken(Wired):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-
     def forward(self, x: torch.Tensor, cache: dict[int, torch.Tensor]) -> torch.Tensor:
         x = self.linear(x)
         torch._dynamo.graph_break()
@@ -221,7 +213,7 @@ class Broken(Wired):
 
 
 def test_calls_of_a_region_that_may_break_still_learn_sizes_once_nothing_compiles() -> None:
-    model = nn.ModuleList(map(Broken, range(4))).eval()
+    model = nn.ModuleList(Broken(index=index) for index in range(4)).eval()
     zoo.compile_regions(model, backend="eager", fullgraph=False)
 
     def run(rows: int) -> None:
@@ -250,17 +242,13 @@ def doubled(forward: Any) -> Any:
 
 
 class Decorated(Wired):
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = 1
-
     @doubled
     def forward(self, x: torch.Tensor, *more: torch.Tensor, bias: float = 0.0, **named: torch.Tensor) -> torch.Tensor:
         return self.linear(x) ** self.power + sum(more) + bias + sum(named.values())
 
 
 def test_a_decorated_forward_with_any_arguments(by_dynamo: list[nn.Module]) -> None:
-    model = nn.ModuleList(Decorated() for _ in range(2)).eval()
+    model = nn.ModuleList(Decorated(power=1) for _ in range(2)).eval()
     zoo.compile_regions(model, regions=[Decorated], backend="eager", dynamic=False)
     block, x = model[0], torch.randn(2, 4)
     with torch.no_grad():
@@ -350,17 +338,13 @@ def test_a_compilation_keeps_no_input() -> None:
 
 
 class WithArray(Wired):
-    def __init__(self, number: float) -> None:
-        super().__init__()
-        self.array = np.full(4, number, dtype=np.float32)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * torch.from_numpy(self.array)
 
 
 @torch.no_grad()
 def test_arrays_that_blocks_make_tensors_of_share_a_graph() -> None:
-    model, x = nn.Sequential(*map(WithArray, range(1, 4))), torch.randn(2, 4)
+    model, x = nn.Sequential(*(WithArray(array=np.full(4, n, np.float32)) for n in range(1, 4))), torch.randn(2, 4)
     zoo.compile_regions(model, backend="aot_eager")
     model(x)
     model[0].array[:] = 7

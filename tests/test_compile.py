@@ -43,7 +43,7 @@ def test_uncompile_restores_eager_also_of_a_model_inside_and_of_one_that_lost_a_
 
 def test_a_per_layer_int_is_an_error_in_a_declared_model() -> None:
     with pytest.raises(ValueError, match="forward reads index .* differs in every layer"):
-        compiled(declared(Region(IndexedBlock))(*(IndexedBlock(4, i) for i in range(3))))
+        compiled(declared(Region(IndexedBlock))(*(IndexedBlock(index=i) for i in range(3))))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -88,7 +88,7 @@ def test_warm_up_says_what_was_spent_by_its_own_model_alone(capsys: pytest.Captu
         assert "1 graph(s)" in str(spent) and "eval, no_grad" in str(spent)
         assert zoo.warm_up(model, x=torch.randn(2, 4)).graphs == 0
     assert "compiling regions" in capsys.readouterr().err
-    teacher = compiled(Sequence(IndexedBlock(4, 0)), regions=[IndexedBlock])
+    teacher = compiled(Sequence(IndexedBlock(index=0)), regions=[IndexedBlock])
 
     class Student(Stack):
         def forward(self, x: Tensor) -> Tensor:
@@ -263,19 +263,15 @@ def test_over_budget_names_the_region_the_mode_and_the_reason() -> None:
 
 
 class NamedBlock(Block):
-    def __init__(self, width: int, name: str) -> None:
-        super().__init__(width)
-        self.name = name
-
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * len(self.name)
 
 
 def test_a_region_without_a_budget_has_a_graph_for_each_structure() -> None:
-    model = compiled(Sequence(*(NamedBlock(width, "b" * i) for i, width in ((1, 4), (1, 4)))), regions=[NamedBlock])
+    model = compiled(Sequence(NamedBlock(name="b"), NamedBlock(name="b")), regions=[NamedBlock])
     with torch.no_grad(), zoo.enforce_budget(model):
         model(torch.randn(2, 4))
-    model = compiled(Sequence(*(NamedBlock(4, "c" * i) for i in (5, 6))), regions=[NamedBlock])
+    model = compiled(Sequence(NamedBlock(name="c" * 5), NamedBlock(name="c" * 6)), regions=[NamedBlock])
     with torch.no_grad():
         (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
     assert "NamedBlock (blocks.1): recompiled" in violation and "name" in violation

@@ -187,10 +187,6 @@ def test_a_marked_size_is_what_its_mark_says(mark: Callable[..., None], needed: 
 
 
 class Rated(Wired):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
     def forward(self, x: Tensor) -> Tensor:
         if self.rate == 0.0 or not self.training:
             return x + self.linear(x)
@@ -199,7 +195,7 @@ class Rated(Wired):
 
 @pytest.mark.parametrize(("training", "expected"), [(False, 2), (True, 2)], ids=["eval", "train"])
 def test_rates_that_differ_are_a_symbol(training: bool, expected: int) -> None:
-    model = Sequence(nn.Linear(4, 4), *(Rated(rate / 10) for rate in range(6))).train(training)
+    model = Sequence(nn.Linear(4, 4), *(Rated(rate=rate / 10) for rate in range(6))).train(training)
     reference, x = copy.deepcopy(model), torch.randn(3, 4)
     assert zoo.find_regions(model, args=(x,)).graphs == "at least 1"
     compiled(model)
@@ -268,11 +264,11 @@ class Bounded(Rated):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> None:
-    model, x = Sequence(*map(Bounded, (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
+    model, x = Sequence(*(Bounded(rate=rate) for rate in (0.25, 0.5, 1.0))).eval(), torch.randn(4, 4)
     report = zoo.find_regions(model, args=(x,))
     (obstacle,) = report.obstacles
     assert report.graphs == "at least 1" and "rate (0.25, 0.5, 1.0) is given to clamp" in str(obstacle)
-    assert not zoo.find_regions(Sequence(*map(Rated, (0.25, 0.5, 1.0))), args=(x,)).obstacles
+    assert not zoo.find_regions(Sequence(*(Rated(rate=rate) for rate in (0.25, 0.5, 1.0))), args=(x,)).obstacles
     as_uncompiled(model, x, graphs={"Bounded": 1 if backend == "eager" else 3}, budget=False, backend=backend)
 
 
@@ -382,10 +378,6 @@ def empty(place: int, held: Any, y: Tensor) -> Tensor:
 class Holding(Wired):
     """Does with a list or dict of the caller's what code of one's own may do."""
 
-    def __init__(self, place: int, use: Any) -> None:
-        super().__init__()
-        self.place, self.use = place, use
-
     def forward(self, x: Tensor, held: Any) -> Tensor:
         return self.use(self.place, held, self.linear(x))
 
@@ -393,7 +385,7 @@ class Holding(Wired):
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
 @pytest.mark.parametrize("use", [collect, oldest, mapped, insert, reverse, shorten, replace, empty])
 def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
-    eager = Sequence(*(Holding(place, use) for place in range(4)))
+    eager = Sequence(*(Holding(place=place, use=use) for place in range(4)))
     model = compiled(copy.deepcopy(eager))
     x = torch.randn(2, 4)
     with torch.no_grad():
@@ -474,10 +466,6 @@ class Cache:
 class Picking(Wired):
     """Reads and writes what is its own in the cache, and branches on its place where asked to."""
 
-    def __init__(self, place: int, branch: bool) -> None:
-        super().__init__()
-        self.place, self.branch = place, branch
-
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         own = cache.tables[self.place]
         y = self.linear(x) + own.held
@@ -490,7 +478,7 @@ class Picking(Wired):
 
 @pytest.mark.parametrize(("branch", "expected"), [(False, 2 + 2), (True, 2 + 3)])
 def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None:
-    model = Sequence(*(Picking(place, branch) for place in range(5)))
+    model = Sequence(*(Picking(place=place, branch=branch) for place in range(5)))
     reference = copy.deepcopy(model)
     compiled(model)
     caches = Cache(), Cache()
@@ -509,17 +497,13 @@ def test_a_cache_that_each_block_picks_from(branch: bool, expected: int) -> None
 class Handing(Wired):
     """Picks from a list or dict, and hands it on."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-
     def forward(self, x: Tensor, held: Any) -> tuple[Tensor, Any]:
         return self.linear(x) + held[self.place], held
 
 
 @pytest.mark.parametrize("kind", [list, dict])
 def test_a_list_or_dict_that_blocks_hand_on_stays_the_callers(kind: type[Any]) -> None:
-    model, x = Sequence(*map(Handing, range(3))).eval(), torch.randn(2, 4)
+    model, x = Sequence(*(Handing(place=place) for place in range(3))).eval(), torch.randn(2, 4)
     held = kind(enumerate(torch.ones(3, 4))) if kind is dict else list(torch.ones(3, 4))
     compiled(model)
     with torch.no_grad():
@@ -540,10 +524,6 @@ def test_the_second_run_of_a_checkpoint_may_compile() -> None:
 class Placed(Block):
     """Reads or writes its part of what all of them are given."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__(4)
-        self.place = place
-
     def forward(self, x: Tensor, held: Any, how: str) -> Tensor:
         y = super().forward(x)
         if how == "reads":
@@ -558,7 +538,7 @@ class Placed(Block):
 @pytest.mark.parametrize(("how", "needed"), [("reads", 1), ("writes", 1), ("writes first", 1), ("writes a list", 4)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_place_in_a_tensor_is_a_symbol_and_in_a_list_that_is_written_a_graph(how: str, needed: int, backend: str):
-    model, x = Sequence(*map(Placed, range(4))).eval(), torch.randn(4, 4)
+    model, x = Sequence(*(Placed(place=place) for place in range(4))).eval(), torch.randn(4, 4)
     whole = torch.arange(64.0).view(4, 4, 4)
 
     def held() -> Any:
@@ -768,10 +748,6 @@ def test_a_nested_tensor_is_refused_with_a_remedy(dense: bool) -> None:
 class Processed(Wired):
     """Counts the arguments of the function that it holds, as the attention of diffusers does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.process: Any = Doubling()
-
     def forward(self, x: Tensor) -> Tensor:
         known = set(inspect.signature(self.process.__call__).parameters)
         return self.process(self.linear(x), **{name: 2.0 for name in ("scale",) if name in known})
@@ -788,7 +764,10 @@ class Scaling:
 
 
 def test_another_function_in_a_block_is_no_size_that_varies() -> None:
-    model, x = compiled(Sequence(Processed(), Processed()).eval()), torch.randn(2, 4)
+    model, x = (
+        compiled(Sequence(Processed(process=Doubling()), Processed(process=Doubling())).eval()),
+        torch.randn(2, 4),
+    )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", zoo.RegionWarning)
         expected = model(x)
@@ -822,10 +801,6 @@ def test_an_error_that_a_block_raises_is_raised_and_changes_nothing(sizes: tuple
 class Storing(Wired):
     """Keeps each block's state in a store that no graph may hold, as continuous batching of transformers does."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.index = index
-
     def forward(self, x: Tensor, store: Any) -> Tensor:
         return store.update(self.linear(x).relu(), self.index) * 2
 
@@ -833,7 +808,7 @@ class Storing(Wired):
 class Around(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.inner = Storing(index)
+        self.inner = Storing(index=index)
 
     def forward(self, x: Tensor, store: Any) -> Tensor:
         return x + self.inner(x.sin(), store)
@@ -905,7 +880,7 @@ def test_options_of_a_region_come_before_those_of_the_call() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     ours, theirs = CompileCounterWithBackend("eager"), CompileCounterWithBackend("eager")
-    model = Sequence(Block(4), Rated(0.0))
+    model = Sequence(Block(4), Rated(rate=0.0))
     compiled(model, regions=[zoo.Region(Block, backend=ours, mode="default"), Rated], backend=theirs)
     with torch.no_grad():
         model(torch.randn(2, 4))

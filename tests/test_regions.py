@@ -60,18 +60,18 @@ class StoringBlock(IndexedBlock):
 
 
 def test_an_index_that_is_read_and_an_inherited_forward_are_obstacles_and_an_index_that_is_stored_is_not() -> None:
-    blocks = [IndexedBlock(4, i) for i in range(5)]
+    blocks = [IndexedBlock(index=i) for i in range(5)]
     read = zoo.find_regions(declared(Region(IndexedBlock))(*blocks))
     assert read.graphs_needed == 5
     assert "reads index (in some branch), which differs in every layer (0, 1, 2, 3, ... (5))" in str(read.obstacles[0])
     # Where the model does not declare its regions, it is a symbol.
     symbol = zoo.find_regions(Sequence(*blocks))
     assert symbol.graphs_needed == 1 and not symbol.obstacles
-    stored = zoo.find_regions(Sequence(*(StoringBlock(4, i) for i in range(5))))
+    stored = zoo.find_regions(Sequence(*(StoringBlock(index=i) for i in range(5))))
     assert stored.graphs_needed == 1 and not stored.obstacles
     (obstacle,) = zoo.find_regions(Sequence(Child(4), Child(4)), [Child]).obstacles
     assert "inherits forward from Block" in str(obstacle)
-    model = Sequence(*(IndexedBlock(4, index) for index in (0, 1, 1)))
+    model = Sequence(*(IndexedBlock(index=index) for index in (0, 1, 1)))
     report = zoo.find_regions(model, [IndexedBlock])
     assert report.graphs_needed == 2 and report.obstacles == ()
 
@@ -356,17 +356,12 @@ def scaling(scale: float) -> Callable[[nn.Module], Callable[[torch.Tensor], torc
 class Computing(Block):
     """Computes something from its index."""
 
-    def __init__(self, index: int, compute: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-        super().__init__(4)
-        self.index = index
-        self.compute = compute
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.compute(super().forward(x), self.index)
 
 
 def computing(compute: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[int], nn.Module]:
-    return lambda index: Computing(index, compute)
+    return lambda index: Computing(index=index, compute=compute)
 
 
 # A block by its index, the prediction for four of them, and the graphs that they need.
@@ -383,8 +378,8 @@ PREDICTIONS: dict[str, tuple[Callable[[int], nn.Module], str, int]] = {
     "a rate": (computing(lambda x, index: nn.functional.dropout(x, index / 10)), "at least 1", 4),
     "a scale": (computing(lambda x, index: x * (0.5 * index)), "at least 1", 1),
     "a branch": (computing(lambda x, index: x.neg() if index < 2 else x), "at least 1", 2),
-    "floats of numpy": (lambda index: IndexedBlock(4, np.float64(index)), "at least 1", 1),
-    "integers of numpy": (lambda index: IndexedBlock(4, np.int64(index)), "1", 1),
+    "floats of numpy": (lambda index: IndexedBlock(index=np.float64(index)), "at least 1", 1),
+    "integers of numpy": (lambda index: IndexedBlock(index=np.int64(index)), "1", 1),
 }
 
 
@@ -505,7 +500,7 @@ class Core(nn.Module):
 
 
 def test_a_value_that_is_no_symbol_is_warned_of_when_a_call_shows_it() -> None:
-    model, x = Sequence(*(IndexedBlock(4, place) for place in Place)), torch.randn(2, 4)
+    model, x = Sequence(*(IndexedBlock(index=place) for place in Place)), torch.randn(2, 4)
     (obstacle,) = zoo.find_regions(model, [IndexedBlock]).obstacles
     assert "forward reads index" in str(obstacle) and "Place.SECOND" in str(obstacle)
     with pytest.warns(zoo.RegionWarning, match="forward reads index, which differs in every layer"):
@@ -520,10 +515,6 @@ class Broken(IndexedBlock):
 
 
 class Configured(Block):
-    def __init__(self, scale: int) -> None:
-        super().__init__(4)
-        self.config = {"scale": scale}
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.config["scale"]
 
@@ -532,8 +523,8 @@ class Configured(Block):
     ("blocks", "fullgraph", "graphs", "said"),
     [
         # The rest after a graph break is no second graph of a block.
-        (partial(map, partial(Broken, 4), Place), False, 2, r"blocks\.1, where one would do"),
-        (partial(map, Configured, range(2, 10)), True, 5, r".*config\['scale'\] == 4"),
+        (lambda: (Broken(index=place) for place in Place), False, 2, r"blocks\.1, where one would do"),
+        (lambda: (Configured(config={"scale": scale}) for scale in range(2, 10)), True, 5, r".*config\['scale'\] == 4"),
     ],
 )
 def test_a_graph_for_each_block_is_warned_of_once_with_its_reason(blocks, fullgraph, graphs, said):
