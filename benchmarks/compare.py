@@ -72,7 +72,10 @@ def compare(old: Rows, new: Rows) -> list[Change]:
                 f"the old run is from {was}, the new one from {now}: times of different devices say nothing about the "
                 "code; measure again on one of them"
             )
-    noises = [_noise(rows) for rows in (old, new)]
+    noises = [
+        {arm.result.case.key: race.noise(arm) for race in races(rows.results, rows.environments) for arm in race.arms}
+        for rows in (old, new)
+    ]
     changes = []
     for key in dict.fromkeys((*before, *after)):
         was_row, now_row = before.get(key), after.get(key)
@@ -97,12 +100,6 @@ def _by_key(rows: Rows) -> dict[str, Result]:
             )
         found[key] = result
     return found
-
-
-def _noise(rows: Rows) -> dict[str, float | None]:
-    return {
-        arm.result.case.key: race.noise(arm) for race in races(rows.results, rows.environments) for arm in race.arms
-    }
 
 
 def _device(rows: Rows, result: Result) -> str:

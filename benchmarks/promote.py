@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cli import UsageError, run_command
-from benchmarks.plan import Case
 from benchmarks.record import EXTRA, RESULTS, Result, Rows, Store, device_name, load_run
 
 # Statuses without information about the arm.
@@ -39,9 +38,12 @@ def promote(rows: Rows, results: Path, *, extra: str | None = None) -> dict[Path
         raise UsageError(f"--extra {extra!r} names a folder: small letters, digits and hyphens, as in claim-30")
     files: dict[Path, list[Result]] = defaultdict(list)
     for result in rows.results:
-        _check(result, rows.environment(result))
-        file = results / _file(result.case, rows.environment(result))
-        files[file if extra is None else file.parent / EXTRA / extra / file.name].append(result)
+        case, environment = result.case, rows.environment(result)
+        _check(result, environment)
+        device = "-".join(device_name(environment, case.device).lower().split())
+        folder = results / f"{device}-torch{str(environment.get('torch')).partition('+')[0]}"
+        folder = folder if extra is None else folder / EXTRA / extra
+        files[folder / f"{case.family}-{case.workload}-{case.dtype}.jsonl"].append(result)
     for file, new in files.items():
         _write(file, new, rows.environments)
     return {file: list(dict.fromkeys(result.case.race for result in new)) for file, new in files.items()}
@@ -55,12 +57,6 @@ def _check(result: Result, environment: Mapping[str, Any]) -> None:
             f"{result.case.key} was measured on code that is not committed, so nobody could measure it again; commit, "
             "then measure"
         )
-
-
-def _file(case: Case, environment: Mapping[str, Any]) -> Path:
-    device = "-".join(device_name(environment, case.device).lower().split())
-    version = str(environment.get("torch")).partition("+")[0]
-    return Path(f"{device}-torch{version}") / f"{case.family}-{case.workload}-{case.dtype}.jsonl"
 
 
 def _write(file: Path, new: Sequence[Result], environments: Mapping[str, Mapping[str, Any]]) -> None:

@@ -104,7 +104,13 @@ def main(
     )
     if not cases:
         raise UsageError("nothing is left to measure: " + next(iter(refused.values()), "no model and input"))
-    folder = out or (_newest_run() if resume else RUNS / time.strftime("%Y%m%d-%H%M%S"))
+    if resume and out is None:
+        # The folder with the latest rows, by modification time, since --out allows any name.
+        newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
+        if newest is None:
+            raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
+        out = newest.parent
+    folder = out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     run = Run(loaded, on, cases, refused, folder)
     if list_:
         _list(run, console)
@@ -149,14 +155,6 @@ def device_of(wanted: str | None) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no usable GPU here; use --device cpu")
     return device
-
-
-def _newest_run() -> Path:
-    """The folder with the latest rows, by modification time, since --out allows any name."""
-    newest = max(RUNS.glob("*/*.jsonl"), key=lambda rows: rows.stat().st_mtime, default=None)
-    if newest is None:
-        raise UsageError(f"--resume: {RUNS}/ holds no run to continue; name its folder with --out")
-    return newest.parent
 
 
 def _pairs(

@@ -97,7 +97,13 @@ class Handler:
                 self._reset()
                 try:
                     with nullcontext() if self._recorder is None else self._recorder.watching_signatures():
-                        output = self._eagerly()
+                        if self.trainer is None:
+                            output = self.model(**self.prepared.inputs)
+                        else:
+                            step = self.trainer.eager()
+                            for _ in range(self.trainer.shapes):
+                                step()  # a step of each shape, so that all signatures are recorded
+                            output = self.trainer.losses(step)
                     self._eager_output = _flat(output).cpu().clone()  # off the device, since its memory is measured
                 except torch.OutOfMemoryError:
                     # A case too large for eager may fit compiled; then there is no eager error to compare with.
@@ -111,14 +117,6 @@ class Handler:
             dtype, trains = getattr(torch, self.case.dtype), self.trainer is not None
             seconds = compiler.start_up(Path(folder), self.device, dtype, strategies.backend(), training=trains)
         return {"flops": flops, "seconds": seconds}
-
-    def _eagerly(self) -> Any:
-        if self.trainer is None:
-            return self.model(**self.prepared.inputs)
-        step = self.trainer.eager()
-        for _ in range(self.trainer.shapes):
-            step()  # a step of each shape, so that all signatures are recorded
-        return self.trainer.losses(step)
 
     def _count_flops(self) -> int:
         if self.trainer is None:  # outside inference mode, in which composite operators hide their parts

@@ -54,57 +54,41 @@ class Training:
 
 @dataclass(kw_only=True)
 class Prepared:
-    """A case made ready in its worker process; nothing in it is compiled yet.
+    """A case made ready in its worker process; nothing in it is compiled yet."""
 
-    Args:
-        model: The module of ``case.impl`` in eval mode on the device, weights equal across implementations.
-        inputs: Keyword arguments of one call, ``model(**inputs)``, returning one tensor (or a tuple of them).
-        static: Names of inputs that never change between calls (a prepared graph, a cache): the outer CUDA graph
-            does not copy them in.
-        compile_regions: Implements ``regional``, if possible by the library's own helper: takes the model and the
-            keyword arguments of ``torch.compile`` (backend, mode, dynamic) and returns the callable, or None if it
-            compiled in place. None for a model of the zoo: the harness calls ``zoo.compile_regions``.
-        compile_full: Implements ``full`` if a call is a run of many steps and the model only part of each step: takes
-            the model and the keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
-        capture: If a call is a run of many steps, makes the next call capture a step as an outer CUDA graph, which is
-            replayed from then on. None: one graph around the whole call.
-        dynamic: The ``dynamic`` of upstream as shipped; None for the default.
-        tuned_dynamic: The ``dynamic`` of upstream at its documented best; True if sizes differ from call to call.
-        reset: Restores the state (a position, a cache) that calls change, in place, so that the next call gives the
-            output of ``reference``. None if every call gives the same output.
-        reference: The output in float64 (or float32 if float64 would not fit), computed eagerly by the upstream library
-            on the same weights and inputs.
-        reference_dtype: The dtype of ``reference``.
-        bytes: Minimum bytes that one call must move through device memory; ``bytes_formula`` says how they are counted.
-        flops: Floating-point operations of one call, or None to let the harness count them on eager.
-        data: Source of the input: ``real``, ``bundled``, or ``generated, uniform`` and the like.
-        preparation_seconds: Seconds of one-time preparation (CSR, folding, packing), not part of other figures.
-        sizes: Sizes of the input for the reader: nodes, edges, features, batch.
-        count: How many of ``unit`` one call processes, for the throughput; None without a meaningful unit.
-        unit: ``images``, ``tokens``, ``nodes``.
-        training: The parts of a training step, for ``case.workload == "train"``; then ``inputs`` is empty, and
-            ``reference`` gives the losses of ``benchmarks.strategies.reference_losses``.
-    """
-
-    model: nn.Module
-    inputs: dict[str, Any]
-    static: tuple[str, ...] = ()
+    model: nn.Module  # of ``case.impl`` in eval mode on the device, weights equal across implementations
+    inputs: dict[str, Any]  # keyword arguments of one call, which returns one tensor, or a tuple of them
+    static: tuple[str, ...] = ()  # inputs that never change between calls: the outer CUDA graph does not copy them in
+    # Implements ``regional``, if possible by the library's own helper: takes the model and the keyword arguments of
+    # ``torch.compile`` (backend, mode, dynamic) and returns the callable, or None if it compiled in place. None for a
+    # model of the zoo: the harness calls ``zoo.compile_regions``.
     compile_regions: Callable[..., nn.Module | None] | None = None
+    # Implements ``full`` if a call is a run of many steps and the model only part of each step: takes the model and the
+    # keyword arguments of ``torch.compile`` and compiles in place. None: the whole call.
     compile_full: Callable[..., None] | None = None
+    # If a call is a run of many steps, makes the next call capture a step as an outer CUDA graph, which is replayed
+    # from then on. None: one graph around the whole call.
     capture: Callable[[], None] | None = None
-    dynamic: bool | None = None
-    tuned_dynamic: bool = False
+    dynamic: bool | None = None  # of upstream as shipped; None for the default
+    tuned_dynamic: bool = False  # of upstream at its documented best; True if sizes differ from call to call
+    # Restores the state (a position, a cache) that calls change, in place, so that the next call gives the output of
+    # ``reference``. None if every call gives the same output.
     reset: Callable[[], None] | None = None
+    # The output in float64 (or float32 if float64 would not fit), computed eagerly by the upstream library on the same
+    # weights and inputs.
     reference: Callable[[], torch.Tensor]
     reference_dtype: str = "float64"
-    bytes: int
-    bytes_formula: str
-    flops: int | None = None
-    data: str
+    bytes: int  # the minimum that one call must move through device memory
+    bytes_formula: str  # how they are counted
+    flops: int | None = None  # of one call; None: the harness counts them on eager
+    data: str  # source of the input: ``real``, ``bundled``, or ``generated, uniform`` and the like
+    # Seconds of one-time preparation (CSR, folding, packing), not part of other figures.
     preparation_seconds: Mapping[str, float] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    count: int | None = None
-    unit: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of the input, for the reader: nodes, edges, batch
+    count: int | None = None  # of ``unit``, which one call processes; None without a meaningful unit
+    unit: str | None = None  # ``images``, ``tokens``, ``nodes``
+    # For ``case.workload == "train"``: ``inputs`` is empty then, and ``reference`` gives the losses of
+    # ``benchmarks.strategies.reference_losses``.
     training: Training | None = None
 
     def for_training(self, **changes: Any) -> Prepared:

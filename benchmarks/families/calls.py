@@ -87,7 +87,10 @@ class CallsWorkload(Workload):
         model = _model(case, WIDTH, seed)
         if case.strategy == "regional":
             with tempfile.TemporaryDirectory() as folder, other_cache(Path(folder)):  # the case's own stays empty
-                model.others = [_compiled(case, WIDTH + 8 * other) for other in range(1, GRAPHS[case.input])]
+                for width in (WIDTH + 8 * other for other in range(1, GRAPHS[case.input])):
+                    model.others.append(zoo.compile_regions(_model(case, width, seed=0), backend=strategies.backend()))
+                    with strategies.execution_mode(case):
+                        model.others[-1](_input(case, width, seed=0))
         training = None
         if case.workload == "train":
             training = Training(
@@ -124,15 +127,6 @@ def _model(case: Case, width: int, seed: int) -> Blocks:
 def _input(case: Case, width: int, seed: int) -> Tensor:
     x = torch.randn(BATCH, width, generator=torch.Generator().manual_seed(seed))
     return x.to(case.device, weights_dtype(case))
-
-
-def _compiled(case: Case, width: int) -> Blocks:
-    """A model of this width, called once with its blocks compiled."""
-    model = _model(case, width, seed=0)
-    zoo.compile_regions(model, backend=strategies.backend())
-    with strategies.execution_mode(case):
-        model(_input(case, width, seed=0))
-    return model
 
 
 WORKLOAD = CallsWorkload()

@@ -99,11 +99,15 @@ class PatternsWorkload(Workload):
             output: Tensor = exact(**converted(inputs, device, torch.float64))
             return output
 
-        theirs = cuda_graph_blocks if case.model == "outer-cuda-graph" else compile_blocks
+        def compile_theirs(model: nn.Module, **options: Any) -> None:
+            if case.model == "outer-cuda-graph" and options.get("backend", "inductor") == "inductor":
+                options["mode"] = "reduce-overhead"
+            compile_blocks(model, **options)
+
         return Prepared(
             model=model,
             inputs=inputs,
-            compile_regions=None if case.impl == "zoo" else theirs,
+            compile_regions=None if case.impl == "zoo" else compile_theirs,
             reference=reference,
             bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *tensors(inputs))) + written,
             bytes_formula=BYTES_FORMULA,
@@ -133,12 +137,6 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     blocks: Any = model.blocks
     for block in blocks:
         block.compile(**options)
-
-
-def cuda_graph_blocks(model: nn.Module, **options: Any) -> None:
-    if options.get("backend", "inductor") == "inductor":
-        options["mode"] = "reduce-overhead"
-    compile_blocks(model, **options)
 
 
 # What the pages assert ------------------------------------------------------------------------------------------------

@@ -97,11 +97,19 @@ class ResNetWorkload(base.Workload):
         def shipped() -> nn.Module:
             return build(config, seed=seed).to(device, dtype)
 
-        images = draw_images(config, batch, size, seed=seed).to(device, dtype)
+        # Normally distributed, as after preprocessing.
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn(batch, config.in_channels, size, size, generator=generator)
+        images = images.contiguous(memory_format=torch.channels_last).to(device, dtype)
         preparation: dict[str, float] = {}
         model = _implementation(case, shipped(), preparation)
         if case.impl == "upstream-tuned" and case.strategy == "full" and case.device == "cpu":
-            freeze_weights()
+            import torch._inductor.config as inductor
+
+            # On a CPU Inductor packs frozen weights for oneDNN and fuses activation and residual into the convolution.
+            # As an option of one torch.compile call it has no effect, and the compiler's cache stores no frozen graph.
+            # It is only for whole models: with frozen weights blocks cannot share a graph.
+            inductor.freezing = True
         prepared = base.Prepared(
             model=model.eval().requires_grad_(False),
             inputs={"images" if case.impl == "zoo" else "x": images},
@@ -181,13 +189,6 @@ def _shipped(config: ResNetConfig) -> Any:
     return library.ResNet(block, list(config.layers), replace_stride_with_dilation=dilation, **widths)
 
 
-def draw_images(config: ResNetConfig, batch: int, size: int, *, seed: int) -> Tensor:
-    """Normally distributed images, as after preprocessing: [N, C, H, W] float32 on the CPU, in channels_last."""
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randn(batch, config.in_channels, size, size, generator=generator)
-    return images.contiguous(memory_format=torch.channels_last)
-
-
 def fold(model: nn.Module) -> nn.Module:
     """Fold batch norms into convolutions by torch's public function, module by module; in place.
 
@@ -202,18 +203,6 @@ def fold(model: nn.Module) -> nn.Module:
                 setattr(parent, conv_name, fuse_conv_bn_eval(conv, norm))
                 setattr(parent, norm_name, nn.Identity())
     return model.to(memory_format=torch.channels_last)
-
-
-def freeze_weights() -> None:
-    """Let Inductor fold weights as constants, in this process from now on.
-
-    On a CPU it packs them for oneDNN and fuses activation and residual into the convolution. As an option of one
-    ``torch.compile`` call it has no effect, and the compiler's cache does not store frozen graphs. It is only for whole
-    models: with frozen weights blocks cannot share a graph.
-    """
-    import torch._inductor.config as inductor
-
-    inductor.freezing = True
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

@@ -36,7 +36,15 @@ def command(
         paths = [root for root in (ROOT / "README.md", ROOT / "docs") if root.exists()]
     try:
         if not (update_blocks or check_blocks):
-            return _show(paths)
+            if len(paths) != 1:
+                said = f"give one folder or file of rows, got {len(paths)}; or did you mean --update or --check?"
+                raise UsageError(said)
+            rows = load(paths[0])
+            if not rows.results:
+                raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
+            render(rows.results, rows.environments)
+            print(f"\nreport: {write_html(rows, folder_of_reports(paths[0]) / 'report.html')}")
+            return 0
         # Without committed rows the tables say that nothing was measured.
         rows = load(results) if results.exists() else Rows([], {})
         if update_blocks:
@@ -49,17 +57,6 @@ def command(
         return 0
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
-
-
-def _show(paths: list[Path]) -> int:
-    if len(paths) != 1:
-        raise UsageError(f"give one folder or file of rows, got {len(paths)}; or did you mean --update or --check?")
-    rows = load(paths[0])
-    if not rows.results:
-        raise UsageError(f"{paths[0]} holds no rows; run python -m benchmarks.run --out {paths[0]} first")
-    render(rows.results, rows.environments)
-    print(f"\nreport: {write_html(rows, folder_of_reports(paths[0]) / 'report.html')}")
-    return 0
 
 
 if __name__ == "__main__":

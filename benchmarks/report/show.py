@@ -38,7 +38,15 @@ def render(
     if not shown:
         console.print("No rows.")
     for race in shown:
-        _print_race(race, console)
+        _say(console, "")
+        _say(console, race.title, style="bold")
+        _say(console, lead(race))
+        _say(console, cells.subject(race), style="dim")
+        if race.arms:
+            print_table(console, "How fast", tables.speeds(race))
+            print_table(console, "What it costs", tables.costs(race))
+        _say(console, "", *map(cells.failure, race.failures), style="red")
+        _say(console, *cells.notes(race), style="dim")
     if lines := gains(shown):
         _say(console, "", "Ours against each upstream arm:", *(f"  {line}" for line in lines.values()))
 
@@ -46,18 +54,6 @@ def render(
 def _say(console: Console, *lines: str, style: str = "") -> None:
     for line in lines:
         console.print(Text(line, style=style))
-
-
-def _print_race(race: MeasuredRace, console: Console) -> None:
-    console.print()
-    _say(console, race.title, style="bold")
-    _say(console, lead(race))
-    _say(console, cells.subject(race), style="dim")
-    if race.arms:
-        print_table(console, "How fast", tables.speeds(race))
-        print_table(console, "What it costs", tables.costs(race))
-    _say(console, "", *map(cells.failure, race.failures), style="red")
-    _say(console, *cells.notes(race), style="dim")
 
 
 def print_table(console: Console, title: str, table: tables.Table) -> None:
