@@ -21,15 +21,14 @@ import zoo
 
 def run_kernels(patch: pytest.MonkeyPatch) -> None:
     """Launches of kernels of the zoo are computed by Triton's interpreter."""
-    from torch.utils import _triton
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
     import tests.interpreter  # noqa: F401
-    from tests.fake_gpu import in_place
+    from tests.fake_gpu import in_place, let_dynamo_see_triton
     from zoo.engine.kernel import Kernel
 
-    gpu = next(in_place(patch))
+    next(in_place(patch))
 
     @functools.cache
     def interpreted(function: Any) -> Any:
@@ -43,9 +42,7 @@ def run_kernels(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Kernel, "launch", launch)
     patch.setattr(JITFunction, "__call__", lambda kernel, *args, **options: interpreted(kernel.fn)(*args, **options))
-    for name in ("has_triton", "has_triton_package"):
-        patch.setattr(_triton, name, lambda *_, **__: True)
-    patch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    let_dynamo_see_triton(patch)
 
 
 def foreign(name: str) -> tuple[Any, dict[str, Any]]:

@@ -37,6 +37,9 @@ class Gpu:
     def get_current_device(self) -> int:
         return 0
 
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
     def set_current_device(self, device: int) -> None:
         assert device == 0
 
@@ -107,15 +110,24 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     forget_compiled()
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *arguments: Any) -> list[list[str]]:
+def let_dynamo_see_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import _triton
+
+    for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
+        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
+
+
+def traced(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *arguments: Any,
+    look: Callable[[torch.fx.GraphModule], None] = lambda graph: None,
+) -> list[list[str]]:  # fmt: skip
     """The nodes of each graph that torch's compiler makes of a call; tensors lie on the CPU, and no kernel runs.
 
-    Kernels are nodes named ``triton_kernel_wrapper_functional``. The call must be one graph. Use with ``gpu``.
+    Kernels are nodes named ``triton_kernel_wrapper_functional``. The call must be one graph, which ``look`` is given.
+    Use with ``gpu``.
     """
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch.utils import _triton
-    from triton.runtime import driver
 
     from zoo.engine.kernel import Kernel
 
@@ -126,13 +138,12 @@ def traced(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any], *argum
         return make_boxed_func(graph.forward)
 
     def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        look(graph)
         return aot_module_simplified(
             graph, examples, fw_compiler=noted, bw_compiler=noted, partition_fn=min_cut_rematerialization_partition
         )
 
-    for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
-        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
-    monkeypatch.setattr(driver._active, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    let_dynamo_see_triton(monkeypatch)
     monkeypatch.setattr(Kernel, "launch", lambda *_, **__: None)
     torch._dynamo.reset()
     out = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)(*arguments)

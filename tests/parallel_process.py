@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -124,12 +126,8 @@ def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
 
 
 def refused(words: str, call: Callable[[], Any]) -> None:
-    try:
+    with pytest.raises(ValueError, match=re.escape(words)):
         call()
-    except ValueError as error:
-        assert words in str(error), f"{words!r} is not in {error}"
-    else:
-        raise AssertionError(f"nothing was refused, expected {words!r}")
 
 
 def refusals(sizes: dict[str, int]) -> None:
@@ -189,15 +187,12 @@ def budget(sizes: dict[str, int]) -> None:
     inputs = batches(one, 0)[0]
     half = {"x": inputs["x"][:32], "edge_index": inputs["edge_index"] % 32}
     model = parallelize(one, mesh_of(sizes), backend="eager")
-    try:
-        with zoo.enforce_budget(model, group=dist.group.WORLD), torch.no_grad():
-            model(**inputs)
-            if rank == 1:
-                model(**half)
-    except zoo.BudgetError as error:
-        assert any("rank 1 compiled" in each and "GNNLayer" in each for each in error.violations), error
-    else:
-        raise AssertionError("nobody was named")
+    over = pytest.raises(zoo.BudgetError)
+    with over as caught, zoo.enforce_budget(model, group=dist.group.WORLD), torch.no_grad():
+        model(**inputs)
+        if rank == 1:
+            model(**half)
+    assert any("rank 1 compiled" in each and "GNNLayer" in each for each in caught.value.violations), caught.value
 
 
 def begun(sizes: dict[str, int]) -> tuple[nn.Module, TrainingStep, dict[str, Any]]:
@@ -216,12 +211,9 @@ def not_finite(sizes: dict[str, int]) -> None:
     if dist.get_rank() == 1:
         batch["x"] = batch["x"] * float("nan")
     step(batch)
-    try:
+    with pytest.raises(NonFiniteError) as caught:
         step.check()
-    except NonFiniteError as error:
-        assert error.step == 2
-    else:
-        raise AssertionError("training went on")
+    assert caught.value.step == 2
     assert all(value.isfinite().all() for value in whole(model).values())
 
 
@@ -379,14 +371,10 @@ def one_dies(sizes: dict[str, int]) -> None:
     if dist.get_rank() == 1:
         os._exit(3)
     began = time.monotonic()
-    try:
+    with pytest.raises(Exception, match="(?i)rank|peer"):
         for _ in range(3):
             step(batch)
-    except Exception as error:
-        assert time.monotonic() - began < 30
-        assert "rank" in str(error).lower() or "peer" in str(error).lower(), error
-    else:
-        raise AssertionError("training went on alone")
+    assert time.monotonic() - began < 30
 
 
 DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}

@@ -36,6 +36,7 @@ from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import Trainer, apply
 from benchmarks.worker import Handler
 from tests import workloads
+from tests.noted import noted
 from tests.workloads import Arms, call, error, first_call, output_of, tensors
 from zoo.bert import PackedBatch
 from zoo.bert.model import PRESETS as BERTS
@@ -327,9 +328,7 @@ def test_the_reference_of_a_large_graph_holds_no_messages(kind: str, monkeypatch
     model = gnn_arms.build(arch, seed=0)
     expected = gnn_arms.reference_output(arch, model, graph.x, graph.edge_index)
     monkeypatch.setattr(gnn_arms, "LARGE_EDGES", 1)
-    made: list[int] = []
-    csr = gnn_arms.csr
-    monkeypatch.setattr(gnn_arms, "csr", lambda *given: (made.append(1), csr(*given))[1])
+    made = noted(monkeypatch, gnn_arms, "csr")
     found = gnn_arms.reference_output(arch, model, graph.x, graph.edge_index)
     assert made and error(found, expected) < 1e-7
 

@@ -15,6 +15,7 @@ import zoo
 from tests import bert_reference as reference
 from tests.blocks import Doubled, graphs_of, outputs_and_gradients
 from tests.fake_gpu import traced
+from tests.noted import noted
 from zoo.bert import Bert, BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.model import filling_rows
@@ -42,20 +43,16 @@ def test_graphs_of_every_head(head: str, training: bool) -> None:
 
 
 def test_no_mask_where_all_rows_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = []
-    forward = BertLayer.forward
-    monkeypatch.setattr(
-        BertLayer, "forward", lambda self, x, mask, rows: (masks.append(mask), forward(self, x, mask, rows))[1]
-    )
+    called = noted(monkeypatch, BertLayer, "forward")
     model = zoo.create("bert-debug", num_hidden_layers=1)
     ids = zoo.example_inputs(model)["input_ids"]
     for mask in (None, torch.ones_like(ids), torch.ones_like(ids).bool(), torch.ones(ids.shape)):
         model(ids, mask)
-    assert masks == [None] * 4
+    assert [mask for _, _, mask, _ in called] == [None] * 4
     short = torch.ones_like(ids)
     short[0, 3:] = 0
     model(ids, short)
-    assert masks[-1].shape == (2, 1, 1, 16)
+    assert called[-1][2].shape == (2, 1, 1, 16)
 
 
 def test_a_row_that_is_all_padding_or_empty_is_finite() -> None:

@@ -6,7 +6,7 @@ import gc
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 
 import zoo
 from tests.blocks import Wired, graphs_of
+from tests.noted import noted
 from zoo.engine.call import IdleWatch, RegionCall, region_call
 
 
@@ -48,17 +49,9 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
-    """Modules whose calls went through Dynamo, in order."""
-    seen: list[nn.Module] = []
-    original = RegionCall._by_dynamo
-
-    def noted(self: RegionCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen.append(module)
-        return original(self, module, args, kwargs)
-
-    monkeypatch.setattr(RegionCall, "_by_dynamo", noted)
-    yield seen
+def by_dynamo(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls that went through Dynamo."""
+    return noted(monkeypatch, RegionCall, "_by_dynamo")
 
 
 def blocks(*widths: int, backend: Any = "eager") -> nn.ModuleList:
@@ -67,7 +60,7 @@ def blocks(*widths: int, backend: Any = "eager") -> nn.ModuleList:
     return model
 
 
-def test_later_calls_are_direct(by_dynamo: list[nn.Module]) -> None:
+def test_later_calls_are_direct(by_dynamo: list[Any]) -> None:
     model, x = blocks(8, 8), torch.randn(3, 8)
     with torch.no_grad():
         for block in model:
@@ -109,7 +102,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[nn.Module]) -> None:
+def test_a_change_is_noticed(name: str, grad: bool, by_dynamo: list[Any]) -> None:
     (block,), x = blocks(), torch.randn(3, 8)
     with torch.set_grad_enabled(grad):
         block(x)
@@ -145,7 +138,7 @@ def test_layers_that_are_unfrozen_after_some_steps_learn() -> None:
     ],
     ids=["grad", "inference", "autocast", "stance", "dispatch mode"],
 )  # fmt: skip
-def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) -> None:
+def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[Any]) -> None:
     (block,), x = blocks(backend="aot_eager"), torch.randn(3, 8)
     with torch.no_grad():
         for context in (nullcontext, mode, nullcontext, mode):
@@ -167,7 +160,7 @@ def test_a_mode_is_noticed(mode: Callable[[], Any], by_dynamo: list[nn.Module]) 
     ],
     ids=["shape", "strides", "requires grad", "dtype", "parameter"],
 )  # fmt: skip
-def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Module]) -> None:
+def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[Any]) -> None:
     (block,) = blocks()
     block(torch.randn(3, 8))
     if x.dtype == torch.float64:
@@ -180,7 +173,7 @@ def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[nn.Mo
     assert output.requires_grad
 
 
-def test_a_reset_forgets(by_dynamo: list[nn.Module]) -> None:
+def test_a_reset_forgets(by_dynamo: list[Any]) -> None:
     (block,), x = blocks(), torch.randn(3, 8)
     for _ in range(2):
         block(x)
@@ -197,7 +190,7 @@ def test_wrong_arguments_fail_as_in_eager() -> None:
             block(*args, **kwargs)
 
 
-def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[nn.Module]) -> None:
+def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[Any]) -> None:
     (block,), x = blocks(), torch.randn(3, 8)
     whole = torch.compile(lambda x: block(x) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(whole(x), block._call_impl(x) + 1)
@@ -247,7 +240,7 @@ class Decorated(Wired):
         return self.linear(x) ** self.power + sum(more) + bias + sum(named.values())
 
 
-def test_a_decorated_forward_with_any_arguments(by_dynamo: list[nn.Module]) -> None:
+def test_a_decorated_forward_with_any_arguments(by_dynamo: list[Any]) -> None:
     model = nn.ModuleList(Decorated(power=1) for _ in range(2)).eval()
     zoo.compile_regions(model, regions=[Decorated], backend="eager", dynamic=False)
     block, x = model[0], torch.randn(2, 4)
@@ -261,7 +254,7 @@ def test_a_decorated_forward_with_any_arguments(by_dynamo: list[nn.Module]) -> N
         torch.testing.assert_close(block(x, bias=2.0), block._call_impl(x, bias=2.0))
 
 
-def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[nn.Module]) -> None:
+def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[Any]) -> None:
     model = blocks(backend="aot_eager").train()
     reference = copy.deepcopy(model)
     for step in range(3):
@@ -277,7 +270,7 @@ def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[nn.Mod
     assert len(by_dynamo) < 3
 
 
-def test_a_closure_is_read_at_each_call(by_dynamo: list[nn.Module]) -> None:
+def test_a_closure_is_read_at_each_call(by_dynamo: list[Any]) -> None:
     factor = 2.0
 
     class Scaled(nn.Module):
@@ -293,7 +286,7 @@ def test_a_closure_is_read_at_each_call(by_dynamo: list[nn.Module]) -> None:
     assert len(by_dynamo) == 2
 
 
-def test_entries_of_many_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch, by_dynamo: list[nn.Module]) -> None:
+def test_entries_of_many_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch, by_dynamo: list[Any]) -> None:
     monkeypatch.setattr("zoo.engine.call._MOST_SHAPES", 4)
     (block,) = blocks()
     with torch.no_grad():

@@ -13,12 +13,11 @@ pytest.importorskip("triton", reason="torch came without Triton, which GPUs only
 
 import triton
 import triton.language as tl
-from torch.utils import _triton
 from torch.utils.checkpoint import checkpoint
 
 import zoo
 from tests.blocks import Wired
-from tests.fake_gpu import Gpu
+from tests.fake_gpu import Gpu, let_dynamo_see_triton
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once, trace_halves
 from zoo.engine.kernel import Kernel, kernel
@@ -79,9 +78,7 @@ def launches(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[
             out.copy_(x * scale)
 
     monkeypatch.setattr(Kernel, "launch", compute)
-    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
-    for name in ("has_triton", "has_triton_package"):
-        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
+    let_dynamo_see_triton(monkeypatch)
     return seen
 
 
@@ -259,9 +256,7 @@ def test_a_kernel_that_reads_tiles_is_compiled_before_its_launch(gpu: Gpu, monke
         compiled_before.append(gpu.compiled.copy())
         return run
 
-    for name in ("has_triton", "has_triton_package", "has_triton_tensor_descriptor_host_tma"):
-        monkeypatch.setattr(_triton, name, lambda *_, **__: True)
-    monkeypatch.setattr(gpu, "get_active_torch_device", lambda: torch.device("cuda", 0), raising=False)
+    let_dynamo_see_triton(monkeypatch)
     x, weight, bias = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((256, 64), (512, 64), (512,)))
     compiled(product, compile_graph)(x, weight, bias[:512], "gelu")
     assert compiled_before == [["_product"]] == [gpu.compiled]

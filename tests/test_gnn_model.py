@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import zoo
 from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_max, edge_sum, exact
+from tests.noted import noted
 from tests.test_bad_inputs import EDGES, X
 from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
@@ -486,19 +487,13 @@ def test_rows_of_many_nodes_start_at_whole_vectors(name: str, monkeypatch: pytes
     """The values and gradients are the same, in rows that lie a multiple of 16 bytes apart."""
     model = zoo.create(name, out_channels=11).train().requires_grad_(True)
     inputs = zoo.example_inputs(model)
-    widths, aggregate = [], csr._csr_sum
-
-    def watched(x: Tensor, *rest: Any) -> Tensor:
-        widths.append(x.shape[1])
-        return aggregate(x, *rest)
-
-    monkeypatch.setattr(csr, "_csr_sum", watched)
+    sums = noted(monkeypatch, csr, "_csr_sum")
     monkeypatch.setattr("zoo.gnn.model.kernels_run", lambda *_: True)
     found = []
     for many in (2**16, 16):
         monkeypatch.setattr("zoo.gnn.model.MANY_NODES", many)
         out = model(**inputs)
-        assert out.is_contiguous() and widths[-1] == (1 if "gcn" in name else 2) * (11 if many > 16 else 16)
+        assert out.is_contiguous() and sums[-1][0].shape[1] == (1 if "gcn" in name else 2) * (11 if many > 16 else 16)
         found.append([out, *torch.autograd.grad(out.sin().sum(), list(model.parameters()))])
     torch.testing.assert_close(found[1], found[0])
 

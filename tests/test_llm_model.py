@@ -12,7 +12,6 @@ import torch
 import torch._dynamo.backends.common  # what it imports must not be patched
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -20,6 +19,7 @@ import zoo
 from tests import fake_gpu
 from tests import llm_reference as reference
 from tests.blocks import Doubled, graphs_of, same_gradients
+from tests.noted import noted
 from zoo.engine.captured import WeightsMovedError
 from zoo.engine.direct import has_nothing_to_fuse
 from zoo.engine.traced import tracing
@@ -270,14 +270,11 @@ def small(batch: int, tokens: int, **options: Any) -> tuple[LLM, Tensor]:
 
 def traced(monkeypatch: pytest.MonkeyPatch, *call: Any) -> list[list[str]]:
     """The nodes that compute something, of each graph that a call is compiled to; none is for Inductor."""
-    aot = aot_autograd.aot_module_simplified
 
-    def look(graph: torch.fx.GraphModule, *given: Any, **options: Any) -> Any:
+    def look(graph: torch.fx.GraphModule) -> None:
         assert has_nothing_to_fuse(graph)
-        return aot(graph, *given, **options)
 
-    monkeypatch.setattr(aot_autograd, "aot_module_simplified", look)
-    return [work(graph) for graph in fake_gpu.traced(monkeypatch, *call)]
+    return [work(graph) for graph in fake_gpu.traced(monkeypatch, *call, look=look)]
 
 
 def work(graph: list[str]) -> list[str]:
@@ -572,9 +569,7 @@ def test_unsupported_head_widths_run_without_kernels(width: int, gpu: Any) -> No
 
 
 def test_only_a_plain_linear_layer_is_added_in_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    products: list[Tensor] = []
-    addmm = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *given: (products.append(given[0]), addmm(*given))[1])
+    products = noted(monkeypatch, torch, "addmm")
     x, hidden = torch.randn(2, 3, 8), torch.randn(2, 3, 4)
     plain, bias, other = nn.Linear(4, 8, bias=False), nn.Linear(4, 8), Doubled(4, 8, bias=False)
     torch.testing.assert_close(_add_linear(x, hidden, plain), x + plain(hidden))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zoo
 from tests.fake_gpu import Gpu, traced
+from tests.noted import noted
 from zoo.engine.graphed_step import synchronising_raises
 from zoo.ops import training as updates
 from zoo.ops.training import cross_entropy_rows, judge_step, scale_
@@ -298,17 +299,10 @@ def losses_of(kind: type[torch.optim.Optimizer], dtype: torch.dtype, captured: b
 def test_large_parameters_train_as_by_torchs_on_a_gpu(dtype, captured, bad, monkeypatch):
     from zoo.ops.triton import training as kernel
 
-    sizes: list[tuple[int, ...]] = []
-    launch = kernel.adamw
-
-    def count(params: list[Tensor], *rest: Any) -> None:
-        sizes.append(tuple(each.numel() for each in params))
-        launch(params, *rest)
-
-    monkeypatch.setattr(kernel, "adamw", count)
+    launches = noted(monkeypatch, kernel, "adamw")
     ours, theirs = (losses_of(kind, dtype, captured, bad) for kind in (AdamW, torch.optim.AdamW))
-    rows = updates.LARGE // 128 + 1
-    assert sizes and set(sizes) == {((updates.LARGE // 64 + 1) * 64,), (rows * 64,) * 2}
+    rows, sizes = updates.LARGE // 128 + 1, {tuple(each.numel() for each in params) for params, *_ in launches}
+    assert sizes == {((updates.LARGE // 64 + 1) * 64,), (rows * 64,) * 2}
     assert ours[0] == pytest.approx(theirs[0], rel=1e-4 if dtype is torch.float32 else 2e-2, nan_ok=True)
     for found, expected in zip(ours[1], theirs[1], strict=True):
         error = float((found - expected).norm() / expected.norm())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.noted import noted
 from tests.training_models import Weighted, build, draw, loss_of, optimizer_of, plain_losses
 from zoo.engine.graphed_step import CaptureError
 from zoo.training import NonFiniteError, TrainingStep, TrainingWarning, capture_obstacles
@@ -210,11 +211,10 @@ def test_the_host_looks_once_where_the_optimizer_skips(device: str, monkeypatch:
     model = build(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, fused=True)  # has no state, ever
     step = TrainingStep(model, loss_of, optimizer, cuda_graph=False)
-    looked: list[int] = []
-    check = step._watch.check
-    monkeypatch.setattr(step._watch, "check", lambda: (looked.append(step.steps), check())[1])
-    train(step, draw(6, device=device))
-    assert looked == [0]
+    looks, batches = noted(monkeypatch, step._watch, "check"), draw(6, device=device)
+    for given in (batches[:1], batches[1:]):
+        train(step, given)
+        assert len(looks) == 1
 
 
 def test_a_cpu_is_not_captured_unless_asked():

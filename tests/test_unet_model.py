@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zoo
 from tests import fake_gpu
 from tests.blocks import Doubled, outputs_and_gradients
+from tests.noted import noted
 from zoo.ops import images as convs
 from zoo.ops import transformer as low_products
 from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, windows_run
@@ -190,20 +191,15 @@ def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(products, "kernels_run", lambda *_: True)
     model = zoo.create("unet-debug").train()
     inputs = zoo.example_inputs(model, size=8, tokens=5)
-    ran: Counter[str] = Counter()
-    for name in ("weight_gradient", "column_sums"):
-        operator = getattr(low_products, name)
-        monkeypatch.setattr(
-            low_products, name, lambda *given, name=name, operator=operator: (ran.update([name]), operator(*given))[1]
-        )
+    weights, biases = (noted(monkeypatch, low_products, name) for name in ("weight_gradient", "column_sums"))
     outputs_and_gradients(model, inputs, False)
-    assert not ran, "there is nothing to lower"
+    assert not weights and not biases, "there is nothing to lower"
     _, *found = outputs_and_gradients(model, inputs, True)
     kinds = Counter(type(each) for each in model.modules())
     shortcuts = sum(each.shortcut is not None for each in model.modules() if isinstance(each, ResnetBlock))
     # Of transformers both ends and six in each block; and those of all timesteps and of all texts.
-    assert ran["weight_gradient"] == 2 * kinds[Transformer] + 6 * kinds[TransformerBlock] + shortcuts + 2
-    assert ran["column_sums"] == 2 * kinds[Transformer] + kinds[TransformerBlock] + shortcuts + 1
+    assert len(weights) == 2 * kinds[Transformer] + 6 * kinds[TransformerBlock] + shortcuts + 2
+    assert len(biases) == 2 * kinds[Transformer] + kinds[TransformerBlock] + shortcuts + 1
     for (name, _), grad in zip(model.named_parameters(), found, strict=True):
         if name.endswith(("qkv.weight", "mlp_out.weight", "proj_in.weight", "text_projections.weight")):
             assert not torch.equal(grad, grad.bfloat16().float()), f"{name} was rounded on its way"

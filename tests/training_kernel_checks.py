@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
+from tests.noted import noted
 from zoo.ops import common
 from zoo.ops import training as operators
 from zoo.ops.training import IGNORED
@@ -108,17 +109,9 @@ def close(found: Iterable[Tensor], expected: Iterable[Tensor], dtype: torch.dtyp
         assert float(apart) < max(4 * EPS[dtype], 3e-5)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Sizes that each launch of the kernel updates from here on."""
-    sizes: list[list[int]] = []
-    launch = kernels.adamw
-
-    def count(params: list[Tensor], *rest: Any) -> None:
-        sizes.append([each.numel() for each in params])
-        launch(params, *rest)
-
-    monkeypatch.setattr(kernels, "adamw", count)
-    return sizes
+def sizes(launches: list[tuple[Any, ...]]) -> list[list[int]]:
+    """Of the parameters that each launch updates."""
+    return [[each.numel() for each in params] for params, *_ in launches]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES)
@@ -163,13 +156,13 @@ ALL = [[48] * 8, [48] * 3, [30]]
 def test_parameters_of_one_size_share_launches(large, launches, options, dtype, monkeypatch):
     monkeypatch.setattr(operators, "LARGE", large)
     monkeypatch.setattr(operators, "SMALLEST", 30)
-    sizes = counted(monkeypatch)
+    launched = noted(monkeypatch, kernels, "adamw")
     # They do not lie in a row.
     ours, theirs = alike(*SAME[:4], (5, 6), *SAME[4:], (29,), dtype=dtype)
     mine, torchs = (AdamW(ours, lr=1e-2, **options), torch.optim.AdamW(theirs, lr=1e-2, fused=True, **options))
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 3)
-    assert sizes == launches * 3
+    assert sizes(launched) == launches * 3
     # Torch's counts no versions of what it updates.
     assert sum(each._version == 3 for each in ours) == sum(map(len, launches))
     close(ours, theirs, dtype)
@@ -179,7 +172,7 @@ def test_parameters_of_one_size_share_launches(large, launches, options, dtype, 
 
 
 def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = counted(monkeypatch)
+    launched = noted(monkeypatch, kernels, "adamw")
     (*ours, last), theirs = alike((6, 8), (48,), (8, 6))
     held = torch.zeros(49, device=DEVICE)
     shifted = nn.Parameter(held[1:].view(8, 6).copy_(last.detach()))
@@ -189,18 +182,18 @@ def test_an_unaligned_parameter_is_updated_alone_or_by_torch(monkeypatch: pytest
     mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, fused=True)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 2)
-    assert sizes == [[48, 48], [48]] * 2
+    assert sizes(launched) == [[48, 48], [48]] * 2
     monkeypatch.setattr(operators, "LARGE", 49)
     for params, optimizer in ((ours, mine), (theirs, torchs)):
         steps(optimizer, params, 1, seed=1)
-    assert sizes[4:] == [[48, 48]]
+    assert sizes(launched)[4:] == [[48, 48]]
     close(ours, theirs, torch.float32)
     assert held[0] == 0
 
 
 @pytest.mark.parametrize("rate", [1, 1e-2, None], ids=["whole number", "number", "tensor"])
 def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatch):
-    sizes = counted(monkeypatch)
+    launched = noted(monkeypatch, kernels, "adamw")
     ours, theirs = alike(*SAME[:3])
     lr = number(1e-2) if rate is None else rate
     both = (ours, AdamW(ours, lr=lr)), (theirs, torch.optim.AdamW(theirs, lr=lr, fused=True))
@@ -217,7 +210,7 @@ def test_counts_of_one_launch_differ_and_a_skipped_step_is_none(rate, monkeypatc
         optimizer.found_inf = number(0.0)
         steps(optimizer, params, 1, seed=3)
         assert [float(optimizer.state[each]["step"]) for each in params] == [2.0, 5.0, 2.0]
-    assert sizes == [[48]] * 3 + [[48] * 3] * 3
+    assert sizes(launched) == [[48]] * 3 + [[48] * 3] * 3
     close(ours, theirs, torch.float32)
     close([each.grad for each in ours], [each.grad for each in theirs], torch.float32)
 

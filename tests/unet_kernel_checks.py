@@ -13,6 +13,7 @@ import zoo
 from tests import kernel_checks
 from tests.blocks import graphs_of
 from tests.kernel_checks import DEVICE, MARKS, RELATIVE, in_float64, kernels_run  # noqa: F401
+from tests.noted import noted
 from tests.operator_checks import Call, check, tensors
 from zoo.ops import common, transformer
 from zoo.ops import images as ops
@@ -390,9 +391,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish_and_no_queries_are_none() 
 
 
 def test_when_the_kernel_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    inner = attention_kernels.short_attention
-    monkeypatch.setattr(attention_kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
+    ran = noted(monkeypatch, attention_kernels, "short_attention")
     query, key = heads(2, 5, 2, 16), heads(2, 7, 2, 16)
     attends(short_attention(query, key, key, None), query, key, key)
     assert len(ran) == 1
@@ -411,9 +410,7 @@ def test_a_model_predicts_as_with_the_librarys(monkeypatch: pytest.MonkeyPatch) 
     if DEVICE == "cpu":  # the other kernels have checks of their own, and take half a minute here
         monkeypatch.setattr(common, "triton_runs_on", lambda device: False)
         monkeypatch.setattr(transformer, "kernels_run", lambda *given: given[0].dim() == 4)
-    ran: list[int] = []
-    inner = attention_kernels.short_attention
-    monkeypatch.setattr(attention_kernels, "short_attention", lambda *given: (ran.append(1), inner(*given))[1])
+    ran = noted(monkeypatch, attention_kernels, "short_attention")
     model = zoo.create("unet-debug", device=DEVICE, dtype=torch.float16)
     inputs = zoo.example_inputs(model, batch=2, size=8, tokens=5)
     with torch.inference_mode():
