@@ -1,6 +1,6 @@
 """Small models for tests of the engine, and the graphs of compiled ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -124,6 +124,21 @@ def outputs_and_gradients(model: nn.Module, inputs: Any, autocast: bool = False)
         out = model(**inputs)[0] if isinstance(inputs, dict) else model(inputs)[0]
     above = torch.linspace(-1, 1, out.numel()).view(out.shape)
     return [out.detach(), *torch.autograd.grad((out.float() * above).sum(), list(model.parameters()))]
+
+
+def doubles(call: Callable[[], Tensor], layers: Iterable[nn.Module]) -> None:
+    """Assert that a call whose layers a hook doubles gives what it gives with weights of twice the size."""
+    layers, before = list(layers), call()
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, x, out: 2 * out)
+    found = call()
+    for layer in layers:
+        layer._forward_hooks.clear()
+        with torch.no_grad():
+            for weight in layer.parameters():
+                weight *= 2
+    torch.testing.assert_close(found, call())
+    assert not torch.allclose(found, before)
 
 
 def same_gradients(ours: nn.Module, theirs: nn.Module, **limits: float) -> None:

@@ -54,9 +54,7 @@ def test_products(rows: int, columns: int, out: int, dtype: torch.dtype, by_tma:
 @pytest.mark.parametrize("dtype", RELATIVE)
 @pytest.mark.parametrize("weight_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("rows", "columns", "out"), [(3, 100, 40), (1, 9000, 3), (20, 32, 4096), (20, 320, 72)])
-def test_products_of_quantized_weights(
-    rows: int, columns: int, out: int, weight_dtype: torch.dtype, dtype: torch.dtype, by_tma: None
-) -> None:
+def test_products_of_quantized_weights(rows, columns, out, weight_dtype, dtype, by_tma) -> None:
     x, norm, bias = values(rows, columns, dtype=dtype), values(columns, dtype=dtype), values(out, dtype=dtype)
     numbers, scale = quantized(values(2 * out, columns, dtype=dtype, scale=columns**-0.5), weight_dtype)
     exact = numbers.double() * scale.double()[:, None]

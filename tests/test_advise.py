@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,10 +82,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def look(name: str, tmp_path: Path) -> dict[str, Any]:
-    worker = ArmWorker("eager", name, "cpu", "", str(tmp_path / "expected.pt"))
+def started(arm: str, name: str, tmp_path: Path) -> ArmWorker:
+    worker = ArmWorker(arm, name, "cpu", "", str(tmp_path / "expected.pt"))
     worker.load()
-    return worker.look()
+    return worker
+
+
+def look(name: str, tmp_path: Path) -> dict[str, Any]:
+    return started("eager", name, tmp_path).look()
 
 
 @pytest.mark.parametrize(
@@ -165,10 +168,7 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
     assert not lonely["regional"] and "no regions: no block repeats" in lonely["report"]
     assert look("bert-debug", tmp_path)["regional"] and look(f"{models}:nested", tmp_path)["regional"]
     look(f"{models}:make", tmp_path)
-    worker = ArmWorker("regional", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
-    worker.load()
-    compiled: Callable[..., Any] = worker.compile
-    facts = compiled()
+    facts = started("regional", f"{models}:make", tmp_path).compile()
     assert facts["right"] and facts["error"] < 1e-5 and (facts["graphs"], facts["breaks"]) == (1, 0)
 
 
@@ -261,12 +261,9 @@ def test_progress_and_the_table_name_the_same_seconds_to_compile(tmp_path: Path,
     assert list(table(Measured([*measured().arms, arm])))[2].split()[:3] == ["regional", "3.75", "900"]
 
 
-def test_seconds_to_compile_are_those_of_the_first_calls_less_as_many_steady_ones(
-    models, tmp_path, monkeypatch
-) -> None:
+def test_seconds_to_compile_are_those_of_the_first_calls_less_as_many_steady_ones(models, tmp_path, monkeypatch):
     look(f"{models}:make", tmp_path)
-    worker = ArmWorker("full + CUDA graph", f"{models}:make", "cpu", "", str(tmp_path / "expected.pt"))
-    worker.load()
+    worker = started("full + CUDA graph", f"{models}:make", tmp_path)
     clock = mock.Mock(perf_counter=mock.Mock(side_effect=[0.0, 10.0, 20.0, 21.0]))
     monkeypatch.setattr(advise, "time", clock)
     monkeypatch.setitem(advise.CODE, worker.arm, "")

@@ -95,10 +95,8 @@ def test_calls_like_those_saved_compile_nothing(folder: Path) -> None:
     assert graphs() == before
     assert [entry.compile_id for entry in GRAPH_LOG.entries[-2:]] == ["000-Shifted.bin", "001-Shifted.bin"]
     x = torch.randn(5, 8)  # a shape that was not saved
-    refused = pytest.raises(
-        zoo.BudgetError, match=f"blocks.0: compiled in mode eval, no_grad, since {folder} has no graph"
-    )
-    with refused, torch.no_grad(), zoo.enforce_budget(model):
+    said = f"blocks.0: compiled in mode eval, no_grad, since {folder} has no graph"
+    with pytest.raises(zoo.BudgetError, match=said), torch.no_grad(), zoo.enforce_budget(model):
         assert torch.equal(model(x), eager(model, x))
     assert graphs() == before + 1
     saved = zoo.save_compiled(model, folder)  # what was loaded and what was compiled since
@@ -237,9 +235,8 @@ def test_what_was_replaced_before_loading_is_not_loaded(tmp_path, monkeypatch, w
     written_and_loaded(Calls, tmp_path / "compiled")
     monkeypatch.setattr(*REPLACED[what])
     torch.compiler.reset()
-    with pytest.raises(
-        zoo.ArtifactError, match="test_artifacts has changed, or a function, class or constant in it differs"
-    ):
+    said = "test_artifacts has changed, or a function, class or constant in it differs"
+    with pytest.raises(zoo.ArtifactError, match=said):
         zoo.load_compiled(nn.Sequential(Calls(8), Calls(8), Calls(8)).eval(), tmp_path / "compiled", strict=True)
 
 
@@ -263,9 +260,8 @@ def test_a_folder_with_anything_else_is_not_replaced(folder: Path, tmp_path: Pat
     zoo.compile_regions(model)
     with torch.no_grad():
         model(torch.randn(4, 8))
-    with pytest.raises(
-        ValueError, match="with_weights is not a folder of compiled regions: it holds model.safetensors"
-    ):
+    said = "with_weights is not a folder of compiled regions: it holds model.safetensors"
+    with pytest.raises(ValueError, match=said):
         zoo.save_compiled(model, path)
     assert (path / "model.safetensors").read_text() == "weights"
     with mock.patch.object(Path, "is_mount", return_value=True), pytest.raises(ValueError, match="is a mount point"):
@@ -418,10 +414,8 @@ class Limited(Wired):
 
 
 def test_a_float_that_is_no_number_is_compared_as_the_compiler_does(tmp_path: Path) -> None:
-    model, x = (
-        zoo.compile_regions(nn.Sequential(*(Limited(8, limit=math.nan) for _ in range(2))).eval()),
-        torch.randn(2, 8),
-    )
+    blocks, x = nn.Sequential(*(Limited(8, limit=math.nan) for _ in range(2))), torch.randn(2, 8)
+    model = zoo.compile_regions(blocks.eval())
     with torch.no_grad():
         model(x)
         assert len(zoo.save_compiled(model, tmp_path / "compiled").entries) == 1
@@ -544,9 +538,7 @@ def test_graphs_of_kernels_load_without_the_compiler(how: tuple[str, ...], tmp_p
 
 
 @pytest.mark.slow
-def test_the_command_compiles_and_tells(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_compiles_and_tells(tmp_path, capsys, monkeypatch) -> None:
     folder = str(tmp_path / "compiled")
     with warnings.catch_warnings():
         assert main(["compile", "gcn-debug", "--input", "num_nodes=16,num_edges=32", "--out", folder]) == 0

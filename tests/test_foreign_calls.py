@@ -807,9 +807,7 @@ class Store:
         return x + index
 
 
-def test_blocks_that_break_share_their_graphs_and_prepare_no_symbols_once_nothing_compiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_that_break_share_their_graphs_and_prepare_no_symbols_once_nothing_compiles(monkeypatch) -> None:
     def graphs_and_times(blocks: int) -> tuple[int, list[int]]:
         prepared: list[Any] = []
         monkeypatch.setattr("zoo.engine.call.carry_marks", lambda *_: prepared.append(None))

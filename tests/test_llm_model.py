@@ -284,9 +284,7 @@ def work(graph: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 @pytest.mark.parametrize("from_start", [False, True])
-def test_a_prompt_is_one_graph_of_kernels_and_products(
-    from_start: bool, weight_dtype: str | None, gpu: Any, monkeypatch: Any
-) -> None:
+def test_a_prompt_is_one_graph_of_kernels_and_products(from_start, weight_dtype, gpu, monkeypatch) -> None:
     model, x = small(2, 5, weight_dtype=weight_dtype)
     positions, cache = torch.arange(5).repeat(2, 1), model.make_cache(2, 8).layers[0]
     call = model.layers[0], x, model.rotary(positions), None, positions, cache, from_start
@@ -348,9 +346,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize(("processes", "weight_dtype"), [(1, None), (2, None), (1, "int8"), (1, "float8_e4m3fn")])
-def test_a_step_of_few_rows_is_kernels_alone(
-    processes: int, weight_dtype: str | None, gpu: Any, monkeypatch: Any
-) -> None:
+def test_a_step_of_few_rows_is_kernels_alone(processes, weight_dtype, gpu, monkeypatch) -> None:
     model, x = small(2, 1, weight_dtype=weight_dtype)
     memory = shared(32 * x.shape[-1], x.dtype)
     for name in ("o_proj", "down_proj") if processes > 1 else ():
@@ -478,9 +474,7 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
 
 
 @pytest.mark.parametrize(("capability", "launched"), [((8, 6), []), ((8, 9), ["_dequantize"])])
-def test_float8_is_read_by_kernels_where_triton_converts_it(
-    capability: tuple[int, int], launched: list[str], gpu: Any, monkeypatch: Any
-) -> None:
+def test_float8_is_read_by_kernels_where_triton_converts_it(capability, launched, gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "converts_float8", lambda _: converts_float8(SimpleNamespace(type="cuda")))
     weight, x = torch.randn(4, 8).half(), torch.randn(1, 8).half()
@@ -493,9 +487,7 @@ def test_float8_is_read_by_kernels_where_triton_converts_it(
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "qkv_bias": True, "qk_norm": False}], ids=str)
 @pytest.mark.parametrize("weight_dtype", ["int8", "float8_e4m3fn"])
-def test_a_quantized_model_is_saved_loaded_and_near_the_original(
-    weight_dtype: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_quantized_model_is_saved_loaded_and_near_the_original(weight_dtype, options, tmp_path) -> None:
     model = zoo.create("llm-debug", **options).eval()
     given = {"input_ids": ids(2, 9)}
     bytes_before = sum(each.nbytes for each in model.parameters())
@@ -544,9 +536,8 @@ def test_what_cannot_be_quantized_is_refused_and_left_as_it_was(tmp_path: Path) 
         zoo.llm.quantize(model)
     zoo.uncompile(model)
     zoo.llm.save(model, tmp_path)
-    with pytest.raises(
-        ValueError, match=r"weight_dtype is 'int8', but the weights are not quantized: .* zoo\.llm\.quantize"
-    ):
+    said = r"weight_dtype is 'int8', but the weights are not quantized: .* zoo\.llm\.quantize"
+    with pytest.raises(ValueError, match=said):
         zoo.llm.load(tmp_path, weight_dtype="int8")
     assert all(type(layer.down_proj) is nn.Linear for layer in model.layers) and model.config.weight_dtype is None
     zoo.llm.quantize(model)

@@ -223,12 +223,15 @@ def test_tables_that_do_not_fit_the_model(changes: dict[str, Any], words: str) -
 
 @pytest.mark.parametrize("name", DEBUG)
 def test_conversion_copies_and_keeps_dtype_mode_and_flags(name: str) -> None:
-    theirs = zoo.to_upstream(zoo.create(name).to(torch.bfloat16)).train()
+    model = zoo.create(name).to(torch.bfloat16)
+    theirs = zoo.to_upstream(model).train()
     frozen = next(child for child in theirs.children() if list(child.parameters()))
     frozen.requires_grad_(False)
     flags = {key: parameter.requires_grad for key, parameter in theirs.named_parameters()}
     ours = zoo.from_upstream(theirs)
     assert ours.training and {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+    assert type(ours) is type(model) and ours.config == model.config
+    torch.testing.assert_close(ours.state_dict(), model.state_dict(), rtol=0, atol=0)
     before = [tensor.clone() for tensor in ours.state_dict().values()]
     back = zoo.to_upstream(ours)
     assert back.training and {key: parameter.requires_grad for key, parameter in back.named_parameters()} == flags

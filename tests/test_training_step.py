@@ -33,6 +33,11 @@ def train(step: TrainingStep, batches: Any) -> list[float]:
     return [step(batch).item() for batch in batches]
 
 
+def plainly(batches: Any, device: str = "cpu") -> list[float]:
+    model = build(device)
+    return plain_losses(model, optimizer_of(model), [[batch] for batch in batches])
+
+
 # On a CPU test_fuzz.py draws them.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "captures"), [("adamw", False), ("adamw", True), ("sgd", True), ("plain", False)])
@@ -265,8 +270,7 @@ def test_a_loss_that_waits_for_the_device_is_noticed_and_trained_all_the_same():
         return loss * (1.0 if loss.item() > 0 else 2.0)
 
     batches = draw(8, device="cuda")
-    expected_model = build("cuda")
-    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    expected = plainly(batches, "cuda")
     step = made(loss=waits, device="cuda")
     with pytest.warns(TrainingWarning, match=r"waits for the device \(.*test_training_step.py") as caught:
         losses = train(step, batches)
@@ -317,8 +321,7 @@ def test_a_capture_that_fails_is_an_error_at_every_try_where_it_was_asked_for(mo
 def test_training_goes_on_without_a_cuda_graph_where_the_capture_fails(monkeypatch: pytest.MonkeyPatch):
     held = fail_captures(monkeypatch)
     batches = draw(8)
-    expected_model = build()
-    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    expected = plainly(batches)
     alive: list[bool] = []
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -341,8 +344,7 @@ def test_batches_that_cannot_be_copied_in_are_trained_on_uncaptured(make: Callab
         return loss_of(model, batch[0])
 
     batches = draw(6)
-    expected_model = build()
-    expected = plain_losses(expected_model, optimizer_of(expected_model), [[b] for b in batches])
+    expected = plainly(batches)
     step = made(loss=loss, cuda_graph=True)
     with pytest.raises(CaptureError, match="the step cannot be captured: .*input .*; make batches of dense tensors"):
         step((batches[0], make()))

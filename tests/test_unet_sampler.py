@@ -158,6 +158,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+TEXT, NEGATIVE = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+
+
 def model(case: str = "sd", **options: Any) -> UNet:
     return zoo.from_upstream(reference.make(case, **options))
 
@@ -222,7 +225,7 @@ def test_a_step_is_captured_once_for_all_prompts_seeds_and_schedules(case: str) 
 
 def test_what_changes_a_shape_is_captured_again() -> None:
     sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE, cuda_graph=True)
-    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    text, negative = TEXT, NEGATIVE
     sampler(text, negative)
     sampler(text, negative, schedule=make_schedule(EULER, 2))
     assert sampler.captures == 1
@@ -243,15 +246,14 @@ def test_what_changes_a_shape_is_captured_again() -> None:
 
 def test_compiled_regions_stay_within_their_budget() -> None:
     unet = model()
-    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
-    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(text, negative)
+    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(TEXT, NEGATIVE)
     zoo.compile_regions(unet, backend="aot_eager")
     with zoo.enforce_budget(unet):
         for captured in (False, True):
             sampler = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE, cuda_graph=captured)
-            for prompt in (text, drawn(2, 7, 24, seed=3)):
-                sampler(prompt, negative)
-            torch.testing.assert_close(sampler(text, negative), expected, rtol=1e-4, atol=1e-5)
+            for prompt in (TEXT, drawn(2, 7, 24, seed=3)):
+                sampler(prompt, NEGATIVE)
+            torch.testing.assert_close(sampler(TEXT, NEGATIVE), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_text_and_timesteps_are_projected_once_a_run() -> None:
@@ -259,13 +261,13 @@ def test_text_and_timesteps_are_projected_once_a_run() -> None:
     counts: Counter[str] = Counter()
     for name in ("conditions", "text_projections", "conv_in"):
         getattr(unet, name).register_forward_pre_hook(lambda *_, name=name: counts.update([name]))
-    Sampler(unet, make_schedule(EULER, 6), shape=SHAPE)(drawn(2, 7, 24), drawn(2, 7, 24, seed=1))
+    Sampler(unet, make_schedule(EULER, 6), shape=SHAPE)(TEXT, NEGATIVE)
     assert counts == {"conditions": 1, "text_projections": 1, "conv_in": 6}
 
 
 def test_seeds_reproduce_and_leave_the_global_state_alone() -> None:
     sampler = Sampler(model(), make_schedule(EULER, 3), shape=SHAPE, cuda_graph=False)
-    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
+    text, negative = TEXT, NEGATIVE
     before = torch.get_rng_state()
     first = sampler(text, negative, seed=4)
     torch.manual_seed(99)
@@ -285,15 +287,14 @@ def test_seeds_reproduce_and_leave_the_global_state_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_arithmetic_between_steps_is_not_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
     unet = model()
-    text, negative = drawn(2, 7, 24), drawn(2, 7, 24, seed=1)
-    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(text, negative)
+    expected = Sampler(unet, make_schedule(DPM, 4), shape=SHAPE)(TEXT, NEGATIVE)
     other = copy.deepcopy(unet).to(dtype)
-    found = Sampler(other, make_schedule(DPM, 4), shape=SHAPE)(text.to(dtype), negative.to(dtype))
+    found = Sampler(other, make_schedule(DPM, 4), shape=SHAPE)(TEXT.to(dtype), NEGATIVE.to(dtype))
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert reference.relative_error(found.float(), expected) < (0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
-TEXT, SIZES = drawn(2, 7, 24), torch.zeros(2, 6)
+SIZES = torch.zeros(2, 6)
 CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for width in (12, 13))
 
 
@@ -333,7 +334,7 @@ def test_bad_calls_are_refused_before_a_step_runs(case, options, error, words):
 @pytest.mark.parametrize("case", ["sd", "xl"])
 def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     unet = model(case)
-    given: dict[str, Any] = {"text": TEXT, "negative": drawn(2, 7, 24, seed=1)}
+    given: dict[str, Any] = {"text": TEXT, "negative": NEGATIVE}
     if case == "xl":
         beside = {"text_embeds": drawn(2, 12), "time_ids": SIZES + 128}
         given |= {"added": beside, "negative_added": beside}
