@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -106,9 +106,18 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def exact_norms() -> Iterator[None]:
-    from tests import llm_reference
+    """transformers rounds its norms to float32 in every dtype; in here its models in float64 are float64 throughout."""
+    import transformers
 
-    with llm_reference.exact_norms():
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * scaled.to(x.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("llama", "mistral", "qwen2", "qwen3"):
+            module = getattr(getattr(transformers.models, name), f"modeling_{name}")
+            patch.setattr(getattr(module, f"{name.capitalize()}RMSNorm"), "forward", forward)
         yield
 
 

@@ -12,6 +12,8 @@ import torch
 
 import zoo.ops.common
 
+LAUNCH = "triton_kernel_wrapper_functional"  # a kernel's node in a graph
+
 
 class Gpu:
     """What Triton asks of a driver, and what it did with it."""
@@ -123,8 +125,7 @@ def traced(
 ) -> list[list[str]]:  # fmt: skip
     """The nodes of each graph that torch's compiler makes of a call; tensors lie on the CPU, and no kernel runs.
 
-    Kernels are nodes named ``triton_kernel_wrapper_functional``. The call must be one graph, which ``look`` is given.
-    Use with ``gpu``.
+    The call must be one graph, which ``look`` is given. Use with ``gpu``.
     """
     from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition

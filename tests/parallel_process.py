@@ -150,7 +150,6 @@ def refusals(sizes: dict[str, int]) -> None:
     both = mesh_of({"dp_replicate": 1, "tp": 2})
     refused("name a dp_shard dimension too", lambda: parallelize(llm, both))
     assert all(type(each) is nn.Parameter for each in llm.parameters())
-    # The wrong orders.
     compiled = zoo.compile_regions(build("llm-debug"), backend="eager")
     compiled(**zoo.example_inputs(compiled))
     refused("layers.0 (LLMLayer) is compiled already: call zoo.uncompile", lambda: parallelize(compiled, shard))
@@ -159,7 +158,6 @@ def refusals(sizes: dict[str, int]) -> None:
     refused("layers.1 (FSDPLLMLayer) is sharded or replicated already; the order is", lambda: parallelize(sharded, tp))
     split = parallelize(build("llm-debug"), tp, compile=False)
     refused("is a DTensor already", lambda: parallelize(split, shard))
-    # What a training step does not take.
     step = TrainingStep(split, loss_of, AdamW(split.parameters()))
     refused("torch.distributed.checkpoint.save", lambda: step.save("nowhere"))
     refused("torch.distributed.checkpoint.save", lambda: step.load("nowhere"))
@@ -379,7 +377,6 @@ def one_dies(sizes: dict[str, int]) -> None:
 
 DP, FSDP, TP = {"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}
 BOTH, HYBRID = {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}
-# How many processes each group has.
 PROCESSES = {"quick": 2, "one": 1, "interpreter": 2, "families": 2, "artifacts": 2, "four": 4}
 
 

@@ -55,9 +55,9 @@ def rows_of(
     return found
 
 
-def handler(case: Case, family: str = FAKE) -> Handler:
+def handler(case: Case) -> Handler:
     arm = Handler()
-    arm.load(workload=family)
+    arm.load(workload=FAKE)
     arm.prepare(case=case.to_json(), data_root=None, seed=0)
     return arm
 
@@ -68,9 +68,12 @@ def talk(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in replies.getvalue().splitlines()]
 
 
-def told(case: Case, *messages: dict[str, Any], family: str = FAKE) -> dict[str, dict[str, Any]]:
+def preparation(case: Case) -> list[dict[str, Any]]:
+    return [{"op": "load", "workload": FAKE}, {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0}]
+
+
+def told(case: Case, *messages: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The replies by operation to these messages about a case; all must be good."""
-    prepare = {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0}
-    replies = talk({"op": "load", "workload": family}, prepare, *messages)
+    replies = talk(*preparation(case), *messages)
     assert all(reply["ok"] for reply in replies), replies
     return {reply["op"]: reply for reply in replies}

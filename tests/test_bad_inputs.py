@@ -1,4 +1,4 @@
-"""Inputs, options and calls that do not fit are refused by name, with the value and the remedy, all families'."""
+"""What does not fit (inputs, configurations, options, calls) is refused by name, with the value and the remedy."""
 
 from collections.abc import Callable
 from functools import partial
@@ -277,7 +277,6 @@ def engine() -> list[Refusal]:
         (lambda: step.save(__file__), "test_bad_inputs", FileExistsError),
         (lambda: captured(x.double()), r"by \.to\('cpu', torch\.float32\)"),
         (lambda: captured(input=x), r"called with \['input'\], but captured with \[0\]"),
-        # What is compiled.
         (lambda: compile_regions(Stack(), mode="reduce-overhead"), around),
         (lambda: compile_regions(Stack(), mode="max-autotune"), around),
         (lambda: compile_regions(Stack(), options={"triton.cudagraphs": True}), r"triton\.cudagraphs"),
@@ -290,7 +289,6 @@ def engine() -> list[Refusal]:
             "no block repeats: .*; use torch.compile.* or name classes",
         ),
         (lambda: zoo.warm_up(Stack(), x=torch.randn(2, 4)), r"call zoo\.compile_regions\(model\) first"),
-        # What is named as a region.
         *((lambda each=each: find(Stack(), [each]), "nn.Module class", TypeError) for each in (3, int, Block(2))),
         (lambda: find(Stack(), Block), r"regions=\[\.\.\.\]", TypeError),
         *((lambda n=n: Region(Block, graphs=n), f"graphs is {n!r}, expected a positive integer") for n in (0, "1")),
@@ -312,13 +310,11 @@ def engine() -> list[Refusal]:
                 ({"args": (1,), "inputs": (1,)}, "leave inputs= out"),
             )
         ),
-        # What is captured.
         (lambda: zoo.cuda_graph(3), "fn is a int", TypeError),
         *(
             (lambda options=options: zoo.cuda_graph(torch.relu, **{"args": (one,), **options}), said, TypeError)
             for options, said in CAPTURES
         ),
-        # What is checkpointed.
         (lambda: checkpoint_regions(Stack(), Block), r"Stack has no compiled regions: call zoo\.compile_regions"),
         (lambda: checkpointed(Dropping), "no compiled region is or is in a Dropping; there are Block"),
         (lambda: checkpointed(nn.ModuleList), "a ModuleList is never called; name the class"),
@@ -362,6 +358,75 @@ def training() -> list[Refusal]:
     ]
 
 
+BASIC = {"block": "basic", "width_per_group": 64}
+CONFIGS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "bert-debug": [
+        ({"hidden_size": 33}, "hidden_size is 33 and num_attention_heads is 4"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a positive integer"),
+        ({"head": "qa"}, "head is 'qa', expected one of"),
+        ({"hidden_act": "silu"}, "hidden_act is 'silu', expected one of"),
+        ({"kind": "albert"}, "kind is 'albert'"),
+        ({"problem_type": "ranking"}, "problem_type is 'ranking'"),
+        ({"hidden_dropout_prob": 1.0}, "hidden_dropout_prob is 1.0"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps is 0"),
+        ({"pad_token_id": 128}, "pad_token_id is 128, but vocab_size is 128"),
+        ({"kind": "roberta", "pad_token_id": None}, "kind 'roberta' counts positions by it"),
+        ({"kind": "roberta", "pad_token_id": 63}, "max_position_embeddings is 64, but positions start later"),
+        ({"head": "question-answering", "num_labels": 3}, "num_labels is 3, but an answer has 2"),
+    ],
+    "llm-debug": [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "must be a multiple"),
+        ({"head_dim": 15}, "must be even"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"pad_token_id": 256}, "pad_token_id is 256"),
+    ],
+    "resnet-debug": [
+        ({"block": "plain"}, "block is 'plain', expected one of 'basic', 'bottleneck'"),
+        ({"layers": (1, 2, 3)}, "four positive numbers"),
+        ({"layers": (1, 2, 0, 1)}, "four positive numbers"),
+        ({"num_classes": 0}, "num_classes is 0"),
+        ({"groups": True}, "groups is True"),
+        ({"replace_stride_with_dilation": (True,)}, "three flags"),
+        ({"norm": "layer"}, "norm is 'layer', expected one of 'batch', 'frozen'"),
+        ({"norm_momentum": None}, "norm_momentum is None"),
+        ({"block": "basic"}, "width_per_group 16: use bottlenecks"),
+        (BASIC | {"layers": (1, 1, 2, 1), "replace_stride_with_dilation": (0, 1, 0)}, "basic blocks cannot be dilated"),
+    ],
+    "unet-debug": [
+        ({"in_channels": 0}, "in_channels is 0, expected a positive integer"),
+        ({"block_out_channels": (16, 32)}, "layers_per_block is .* for each of 2 levels"),
+        ({"block_out_channels": (16, 32, 36)}, "norm_num_groups is 8, which does not divide"),
+        ({"num_attention_heads": 5}, "num_attention_heads has 5, which does not divide 16"),
+        ({"num_attention_heads": (2, 2)}, r"num_attention_heads is \(2, 2\), expected .* 3 levels"),
+        ({"down_block_types": ("DownBlock2D",) * 2}, "expected DownBlock2D or Cross.* each of 3 levels"),
+        ({"up_block_types": ("KUpBlock2D",) * 3}, r"up_block_types is \('KUpBlock2D', .*, expected UpBlock2D or Cross"),
+        ({"layers_per_block": (1, 2)}, r"layers_per_block is \(1, 2\), expected a positive integer"),
+        ({"addition_embed_type": "text"}, "addition_embed_type is 'text', expected one of None, 'text_time'"),
+        ({"addition_embed_type": "text_time"}, "addition_time_embed_dim is None, expected a pos"),
+        ({"transformer_layers_per_block": (1, 2)}, "expected a positive integer for each of 3 levels"),
+        ({"transformer_layers_per_block": [[1], [2], 1]}, r"is \(\[1\], \[2\], 1\), expected a positive integer"),
+    ],
+    "gcn-debug": [
+        ({"num_layers": 0}, "num_layers is 0"),
+        ({"hidden_channels": True}, "hidden_channels is True"),
+        ({"jk": "lstm"}, "jk is 'lstm'"),
+        ({"dropout": 1.5}, r"dropout is 1\.5"),
+        ({"normalize": False, "add_self_loops": True}, "add_self_loops is True and normalize False"),
+        ({"act": "nope"}, "act is 'nope'"),
+        ({"act": "elu", "act_kwargs": {"beta": 1}}, "act_kwargs is .*, which elu does not take"),
+        ({"norm": "nope"}, "norm is 'nope'"),
+        ({"norm": "layer", "norm_kwargs": {"mode": "edge"}}, "mode='edge'"),
+    ],
+    "gat-debug": [
+        ({"hidden_channels": 6, "heads": 4}, "heads is 4, which does not divide hidden_channels 6"),
+        ({"heads": 0}, "heads is 0"),
+    ],
+    "graphsage-debug": [({"aggr": "median"}, "aggr is 'median'")],
+}
+
+
 def models() -> list[Refusal]:
     llama = transformers.LlamaConfig(
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
@@ -378,6 +443,7 @@ def models() -> list[Refusal]:
         (partial(gcn, dropout=None), "dropout is None, expected a probability"),
         (partial(gcn, weights={"a": X}), r"weights are a dict, expected a file.*load_state_dict", TypeError),
         (lambda: zoo.create(["gcn-debug"]), r"name is a list, expected a name of zoo\.list_models", TypeError),
+        *((partial(zoo.create, name, **bad), words) for name, cases in CONFIGS.items() for bad, words in cases),
         (partial(gcn, dtype="float16"), r"dtype is 'float16', but parameters need a floating-point torch\.dtype"),
         *(
             (
@@ -487,7 +553,6 @@ def graphs() -> list[Refusal]:
         (lambda: convs[0]((X, X), nodes), "x is a tuple of 2, expected .*sources alone", TypeError),
         (lambda: convs[2]((X,) * 3, nodes), "x is a tuple of 3, expected .*two tensors", TypeError),
         (lambda: rootless((X, None), nodes), r"of the destinations is a NoneType.*torch.empty\(D, 0\)", TypeError),
-        # Batches that were sampled.
         (lambda: of_three(own, cut), "there are 2 graphs, but 3 layers; sample as many hops"),
         (lambda: of_two(own, cut[::-1]), "layer 0 is given"),
         (lambda: of_two(own, cut[:1] * 2), "layer 1 is given"),
@@ -586,7 +651,6 @@ def images() -> list[Refusal]:
         (lambda: folded(pixels.clone().requires_grad_()), "a folded model is for inference"),
         (autocast(lambda: folded(pixels)), r"use model\.to\(torch\.bfloat16\)"),
         (lambda: folded(pixels.half()), r"expected float32; use images\.to\(torch\.float32\);", TypeError),
-        # Operators of UNets.
         (lambda: conv_add(x, row, x[:1]), residual),
         (lambda: add_norm(x, x[:1], row, row, None, 1e-5), residual),
         (lambda: gated_gelu(x[:, :7], row), "x has 7 columns, expected an even number"),

@@ -353,7 +353,6 @@ def test_sampled_losses_are_the_reference_s_shapes_are_declared_and_epochs_diffe
     epochs = [list(training.loader()) for _ in range(3)]
     assert {len(epoch) for epoch in epochs} == {training.round}
     assert not torch.equal(epochs[0][0].seeds, epochs[1][0].seeds)
-    # Of every tensor, so of each layer.
     declared, met = (
         {tuple(tensor.shape for tensor in tensors(batch)) for batch in batches}
         for batches in (training.shapes, itertools.chain(*epochs))

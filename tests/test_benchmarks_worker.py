@@ -14,20 +14,14 @@ from torch import nn
 from benchmarks import harness, machine, startup, timing
 from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
 from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory
-from benchmarks.plan import Case
 from benchmarks.process import ROOT, Worker, WorkerFailure
 from benchmarks.record import KernelTime
 from benchmarks.report.cells import race_notes
 from benchmarks.worker import Handler, _relative_error
 from tests.blocks import Block
 from tests.rows import row, shown
-from tests.runs import CASE, EAGER, FAKE, handler, talk, told
+from tests.runs import CASE, EAGER, handler, preparation, talk, told
 from zoo.ops import common as operators
-
-
-def preparation(case: Case) -> list[dict[str, Any]]:
-    return [{"op": "load", "workload": FAKE}, {"op": "prepare", "case": case.to_json(), "data_root": None, "seed": 0}]
-
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 import zoo
 from tests import bert_reference as reference
 from tests.blocks import Doubled, graphs_of, outputs_and_gradients
-from tests.fake_gpu import traced
+from tests.fake_gpu import LAUNCH, traced
 from tests.noted import noted
 from zoo.bert import Bert, BertLayer, layer, pack, token_buckets, unpack
 from zoo.bert.layer import Rows, attend, rows_of
 from zoo.bert.model import filling_rows
 from zoo.engine.graph_log import GRAPH_LOG
 from zoo.ops import common, transformer
-from zoo.training import checkpoint_regions
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -63,7 +62,6 @@ def test_a_row_that_is_all_padding_or_empty_is_finite() -> None:
     with torch.no_grad():
         got = model(ids, mask).last_hidden_state
         torch.testing.assert_close(got, model(ids).last_hidden_state)
-        # No row at all: the same again.
         assert model(ids, torch.zeros_like(ids)).last_hidden_state.isfinite().all()
     qkv = torch.randn(5, 3 * 8, requires_grad=True)
     rows = rows_of(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 4, 5, qkv, 4)
@@ -347,7 +345,6 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 NORM, ACTIVATION = "add_layer_norm", "bias_gelu"
-KERNEL = "triton_kernel_wrapper_functional"
 
 
 @pytest.fixture
@@ -420,7 +417,7 @@ def test_under_autocast_a_layer_is_one_graph_each_way_with_all_kernels_in_it(gpu
     with torch.autocast("cpu", torch.bfloat16):
         forward, backward = traced(monkeypatch, layer.__call__, torch.randn(2, 5, 32, requires_grad=True))
     # Two norms and the activation; backward each has a pass that adds parts of sums up, as has the bias of one product.
-    assert forward.count(KERNEL) == 3 and backward.count(KERNEL) == 8
+    assert forward.count(LAUNCH) == 3 and backward.count(LAUNCH) == 8
     # A gradient of the layer's input is all that is left to add.
     assert "aten.add.Tensor" not in forward and backward.count("aten.add.Tensor") == 1
 
@@ -445,7 +442,7 @@ def test_compiled_layers_train_as_uncompiled_on_a_gpu(kind: str, packed: bool) -
     near(found[1], found[0], 1e-5 if kind == "float32" else 2e-2)
 
 
-def test_dropout_and_checkpoints(counted: Counter[str]) -> None:
+def test_dropout_draws_the_same_numbers_with_kernels_and_without(counted: Counter[str]) -> None:
     model = zoo.create("bert-debug", head="none", num_hidden_layers=2).train()
     inputs = zoo.example_inputs(model)
     torch.manual_seed(1)
@@ -456,11 +453,6 @@ def test_dropout_and_checkpoints(counted: Counter[str]) -> None:
     with pytest.MonkeyPatch.context() as without:
         leave_to_torch(without)
         near(expected, outputs_and_gradients(model, inputs), 2e-6)
-    still = zoo.create("bert-debug", head="none", **STILL).train()
-    expected = outputs_and_gradients(still, inputs)
-    zoo.compile_regions(still, backend="aot_eager")
-    checkpoint_regions(still, BertLayer)
-    near(outputs_and_gradients(still, inputs), expected, 2e-6)
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu"])

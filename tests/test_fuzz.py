@@ -189,7 +189,6 @@ def test_encoders(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int,
     generator = torch.Generator().manual_seed(seed)
     batch = {"input_ids": torch.randint(options["vocab_size"], (rows, tokens), generator=generator)}
     if data.draw(st.booleans()):
-        # With holes, and rows of nothing but padding.
         holes = st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens)
         batch["attention_mask"] = torch.tensor(data.draw(holes)).view(rows, tokens).long()
     if data.draw(st.booleans()):

@@ -256,7 +256,6 @@ def test_caches_that_do_not_fit_are_refused() -> None:
     assert all(layer.abs().sum() == 0 for layer in cache.layers)
 
 
-KERNEL = "triton_kernel_wrapper_functional"
 LAYOUT = (
     "view", "_unsafe_view", "t", "transpose", "slice", "select", "unsqueeze", "detach", "empty_like", "new_empty",
 )  # fmt: skip
@@ -292,7 +291,7 @@ def test_a_prompt_is_one_graph_of_kernels_and_products(from_start, weight_dtype,
         (graph,) = traced(monkeypatch, *call)
     library = ["aten._scaled_dot_product_flash_attention_for_cpu.default"] if from_start else []
     # Norm, rotation into the cache, attention, add with norm, gate; and the weight of each product, if it is quantized.
-    kernels = [KERNEL] * ((4 if from_start else 5) + (4 if weight_dtype else 0))
+    kernels = [fake_gpu.LAUNCH] * ((4 if from_start else 5) + (4 if weight_dtype else 0))
     assert graph == sorted(["aten.mm.default"] * 3 + ["aten.addmm.default"] + library + kernels)
 
 
@@ -357,8 +356,8 @@ def test_a_step_of_few_rows_is_kernels_alone(processes, weight_dtype, gpu, monke
         (layer,) = traced(monkeypatch, model.layers[0], x, model.rotary(positions), None, positions, cache)
         (head,) = traced(monkeypatch, model.head, x, *weight_of(model.embed_tokens))
     # Functionalization puts what a kernel writes into the cache. Sums of two processes are kernels too.
-    assert layer.count(KERNEL) == (8 if processes == 1 else 8 + 2) and head.count(KERNEL) == 2
-    assert {each.partition(".")[0] for each in layer + head} <= {KERNEL, "aten"}
+    assert layer.count(fake_gpu.LAUNCH) == (8 if processes == 1 else 8 + 2) and head.count(fake_gpu.LAUNCH) == 2
+    assert {each.partition(".")[0] for each in layer + head} <= {fake_gpu.LAUNCH, "aten"}
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp32"])

@@ -175,7 +175,6 @@ def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: boo
     assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32][: len(given)]
     torch.testing.assert_close(found[0].double(), expected[0], rtol=8e-3, atol=8e-3)
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
-        # Never rounded to the low dtype.
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     vector, row = torch.randn(8).bfloat16().requires_grad_(), grad[0, 0]  # a single row
     found = torch.autograd.grad(low_linear(vector, weight, bias), [vector, *given[1:]], row)

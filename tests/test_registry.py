@@ -89,7 +89,6 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("no")
     with pytest.raises(ValueError, match=r"unknown kind of weights '\.txt'"):
         zoo.create("gcn-debug", weights=tmp_path / "x.txt")
-    # One key in two shards.
     names = list(state)
     save_file(state, tmp_path / "a.safetensors")
     save_file({names[-1]: state[names[-1]] + 1}, tmp_path / "b.safetensors")

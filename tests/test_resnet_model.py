@@ -206,7 +206,6 @@ def trained(**changes: Any) -> ResNet:
                 if key.endswith("running_var"):
                     tensor.uniform_(0.5, 1.5)
                 else:
-                    # Negative scales too.
                     tensor.normal_(std=0.5)
     return model
 

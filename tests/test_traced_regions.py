@@ -13,7 +13,6 @@ from tests import fake_gpu
 from zoo.engine.direct import has_nothing_to_fuse
 
 pytest.importorskip("triton", reason="torch came without Triton, which GPUs only need")
-LAUNCH = "triton_kernel_wrapper_functional"
 # Of each region of a model, in its extreme shapes: launches without gradients, forward and backward.
 LAUNCHES: dict[str, dict[str, set[tuple[int, int, int]]]] = {
     "bert-debug": {"BertLayer": {(3, 3, 6)}},
@@ -88,7 +87,7 @@ def test_regions_are_a_graph_each_way_with_kernels_in_it(name, gpu, monkeypatch)
                 )
                 assert len(graphs) == 1 + training, type(module)
                 assert not any("zoo" in node or "copy_" in node for graph in graphs for node in graph)
-                found[training].append((type(module).__name__, [graph.count(LAUNCH) for graph in graphs]))
+                found[training].append((type(module).__name__, [graph.count(fake_gpu.LAUNCH) for graph in graphs]))
     launches: dict[str, set[tuple[int, ...]]] = {}
     for (region, inference), (_, learning) in zip(*found, strict=True):
         launches.setdefault(region, set()).add((*inference, *learning))

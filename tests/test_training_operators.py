@@ -307,7 +307,6 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(dtype, captured, bad, monk
     for found, expected in zip(ours[1], theirs[1], strict=True):
         error = float((found - expected).norm() / expected.norm())
         assert error < (1e-5 if dtype is torch.float32 else 1e-2)
-    # The bad step, and all after it, are no steps.
     assert ours[2] == theirs[2] == {8.0 if bad is None else 5.0}
 
 

@@ -91,7 +91,6 @@ def test_a_captured_resnet_goes_on_bit_for_bit_from_what_another_saved(tmp_path:
     again.load(tmp_path)
     torch.testing.assert_close(again.model.state_dict(), saved, rtol=0, atol=0)
     assert [again(batch).item() for batch in batches[4:]] == expected and again.captured
-    # Running statistics among it.
     torch.testing.assert_close(again.model.state_dict(), step.model.state_dict(), rtol=0, atol=0)
 
 

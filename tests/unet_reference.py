@@ -50,7 +50,7 @@ def make(case: str, **options: Any) -> Any:
     return randomize(UNet2DConditionModel(**{**SIZES, **CASES[case], **options}), 0).eval()
 
 
-def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, tokens: int = 7) -> dict[str, Any]:
+def inputs(module: Any) -> dict[str, Any]:
     """As a pipeline passes them, with every condition that the model takes."""
     config = module.config
     generator = torch.Generator().manual_seed(1)
@@ -59,25 +59,20 @@ def inputs(module: Any, batch: int = 2, height: int = 16, width: int = 16, token
         return torch.randn(shape, generator=generator)
 
     given: dict[str, Any] = {
-        "sample": normal(batch, config.in_channels, height, width),
+        "sample": normal(2, config.in_channels, 16, 16),
         "timestep": torch.tensor(601),
-        "encoder_hidden_states": normal(batch, tokens, 24),
+        "encoder_hidden_states": normal(2, 7, 24),
     }
     if config.addition_embed_type is not None:
-        sizes = torch.tensor([128.0, 96.0, 0.0, 8.0, 128.0, 96.0]) + torch.arange(batch)[:, None]
-        given["added_cond_kwargs"] = {"text_embeds": normal(batch, 12), "time_ids": sizes}
+        sizes = torch.tensor([128.0, 96.0, 0.0, 8.0, 128.0, 96.0]) + torch.arange(2)[:, None]
+        given["added_cond_kwargs"] = {"text_embeds": normal(2, 12), "time_ids": sizes}
     if config.time_cond_proj_dim is not None:
-        given["timestep_cond"] = normal(batch, config.time_cond_proj_dim)
+        given["timestep_cond"] = normal(2, config.time_cond_proj_dim)
     return given
 
 
-def controlnet(config: Any, batch: int = 2, height: int = 16, width: int = 16) -> dict[str, Any]:
+def controlnet(config: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
-    down = [
-        torch.randn(batch, channels, height // size, width // size, generator=generator)
-        for channels, size in config.skips()
-    ]
-    return {
-        "down_block_additional_residuals": tuple(down),
-        "mid_block_additional_residual": torch.randn(down[-1].shape, generator=generator),
-    }
+    shapes = [(2, channels, 16 // size, 16 // size) for channels, size in config.skips()]
+    *down, middle = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
+    return {"down_block_additional_residuals": tuple(down), "mid_block_additional_residual": middle}
