@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
 from benchmarks import harness, machine, startup, timing
 from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
@@ -18,7 +17,7 @@ from benchmarks.process import ROOT, Worker, WorkerFailure
 from benchmarks.record import KernelTime
 from benchmarks.report.cells import race_notes
 from benchmarks.worker import Handler, _relative_error
-from tests.blocks import Block
+from tests.blocks import Block, Sequence
 from tests.rows import row, shown
 from tests.runs import CASE, EAGER, handler, preparation, talk, told
 from zoo.ops import common as operators
@@ -217,14 +216,10 @@ def test_a_profile_that_fails_leaves_the_row_and_says_so(monkeypatch: pytest.Mon
     assert f"! zoo regional: {result.reason}." in race_notes(race)
 
 
-class Stages(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(width) for width in (4, 4, 8, 8))
-
+class Stages(Sequence):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x.repeat(1, 2) if x.size(1) < layer.linear.in_features else x)
+        for block in self.blocks:
+            x = block(x.repeat(1, 2) if x.size(1) < block.linear.in_features else x)
         return x
 
 
@@ -252,14 +247,14 @@ def test_folders_are_switched_for_a_while_and_kernels_compiled_elsewhere_are_for
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_a_graph_for_each_width_is_no_recompile_and_another_shape_is(changed: bool):
-    model, x = Stages(), torch.randn(2, 4)
+    model, x = Stages(*map(Block, (4, 4, 8, 8))), torch.randn(2, 4)
     recorder = Recorder(model)
     with torch.no_grad():
         with recorder.watching_signatures():
             model(x)
         assert not any(module._forward_pre_hooks for module in model.modules()), "hooks do not stay"
-        for layer in model.layers:
-            layer.compile(backend="eager", dynamic=False)
+        for block in model.blocks:
+            block.compile(backend="eager", dynamic=False)
         model(x)
         if changed:
             model(torch.randn(3, 4))

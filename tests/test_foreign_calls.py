@@ -18,6 +18,7 @@ from accelerate.utils import compile_regions as accelerate_regions
 from torch import Tensor, nn
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils import _pytree as pytree
+from torchvision.ops import StochasticDepth
 
 import zoo
 from benchmarks.conformance import MODELS
@@ -47,11 +48,7 @@ ACTIVATION, LISTED, TABLE = F.gelu, [torch.sigmoid], {"act": F.silu}
 HOLDER, KIND, LIBRARY = types.SimpleNamespace(act=torch.tanh), nn.GELU, F
 
 
-class Activates(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class Activates(Wired):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         chosen = x if KIND is nn.GELU else -x
@@ -61,7 +58,7 @@ class Activates(nn.Module):
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("name", ["ACTIVATION", "own ACTIVATION", "LISTED", "TABLE", "HOLDER", "KIND", "LIBRARY"])
 def test_a_name_that_held_a_function_of_torch_may_hold_another(name: str, backend: str, monkeypatch) -> None:
-    model, x = nn.Sequential(Activates(), Activates()).eval(), torch.randn(3, 8)
+    model, x = nn.Sequential(Activates(8), Activates(8)).eval(), torch.randn(3, 8)
     eager = copy.deepcopy(model)
     compiled(model, backend=backend)
     new = {
@@ -273,12 +270,6 @@ def test_a_float_that_is_needed_as_a_number_is_no_other_blocks(backend: str) -> 
 
 
 class Dropped(Wired):
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        from torchvision.ops import StochasticDepth
-
-        self.depth = StochasticDepth(rate, "row")
-
     def forward(self, x: Tensor) -> Tensor:
         return self.depth(self.linear(x).abs() + 1)
 
@@ -287,7 +278,7 @@ class Dropped(Wired):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> None:
     rates = [0.0, 0.1, 0.3, 0.7, 1.0]
-    model = nn.ModuleList(map(Dropped, rates))
+    model = nn.ModuleList(Dropped(depth=StochasticDepth(rate, "row")) for rate in rates)
     report = zoo.find_regions(model, [Dropped])
     compiled(model, regions=[Dropped], backend=backend)
     x = torch.randn(4096, 4)
@@ -406,11 +397,7 @@ class Attends(Wired):
         return (self.linear(x) @ y.mT).softmax(-1) @ y
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attends() for _ in range(4))
-
+class Twice(Sequence):
     def forward(self, x: Tensor) -> Tensor:
         for place, block in enumerate(self.blocks):
             x = block(x, x) if place % 2 else block(x.cos(), x)
@@ -418,7 +405,7 @@ class Twice(nn.Module):
 
 
 def test_one_tensor_as_two_inputs_is_a_graph_of_its_own_and_announced() -> None:
-    model, x = Twice(), torch.randn(2, 5, 4)
+    model, x = Twice(*(Attends() for _ in range(4))), torch.randn(2, 5, 4)
     with torch.no_grad():
         found = zoo.find_regions(model, args=(x,))
     assert found.graphs_needed == 2 and "inputs[1]: in some calls the tensor that is inputs[0] too" in str(found)
@@ -430,21 +417,20 @@ class Adds(Wired):
         return x.add_(self.linear(x))
 
 
-class Views(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Adds() for _ in range(3))
+class Views(Sequence):
+    """Its blocks are given a view of what its first layer returns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        first, *blocks = self.blocks
+        x = first(x)
         y = x.transpose(0, 1)
-        for block in self.blocks:
+        for block in blocks:
             y = block(y)
         return y.sin().sum() + x.cos().sum()
 
 
 def test_writes_of_several_blocks_to_a_view_reach_its_base() -> None:
-    eager = Views()
+    eager = Views(nn.Linear(4, 4), *(Adds() for _ in range(3)))
     model = compiled(copy.deepcopy(eager), backend="aot_eager")
     x = torch.randn(3, 5, 4)
     for each in (eager, model):
@@ -657,11 +643,6 @@ def test_a_buffer_that_grows_is_a_graph_a_size_and_no_violation() -> None:
 class Formatting(Wired):
     """Takes its place as text, which no symbol can be."""
 
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-        self.scale_0, self.scale_1, self.scale_2 = 1.0, 2.0, 3.0
-
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * getattr(self, f"scale_{self.place}")
 
@@ -707,7 +688,9 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
 def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
-    as_uncompiled(Sequence(*map(Formatting, range(3))), torch.randn(2, 4), graphs={"Formatting": 3}, budget=False)
+    scales = {f"scale_{place}": 1.0 + place for place in range(3)}
+    model = Sequence(*(Formatting(place=place, **scales) for place in range(3)))
+    as_uncompiled(model, torch.randn(2, 4), graphs={"Formatting": 3}, budget=False)
 
 
 class Printing(Wired):

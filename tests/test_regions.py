@@ -164,14 +164,12 @@ def test_device_share_on_a_gpu() -> None:
 
 
 class Lazy(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(4)
+    """Its weights may have no shape until it is called."""
 
 
 @pytest.mark.parametrize("regions", [None, [Lazy]])
 def test_parameters_without_a_shape_are_refused_until_they_have_one(regions: list[type[nn.Module]] | None) -> None:
-    model = Sequence(Lazy(), Lazy())
+    model = Sequence(*(Lazy(linear=nn.LazyLinear(4)) for _ in range(2)))
     with pytest.raises(ValueError, match=r"region Lazy: blocks\.0\.linear\.weight has no shape .* call the model once"):
         zoo.find_regions(model, regions)
     model(torch.ones(2, 4))
@@ -266,20 +264,15 @@ def test_blocks_that_mostly_differ_are_regions_if_they_are_no_container_of_torch
     assert (found.name, len(found.modules), found.graphs_needed) == ("BasicBlock", 8, 7)
 
 
-class Wrapper(nn.Module):
+class Wrapper(Wired):
     """A block that holds one more layer beside another kind of block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(4)
-        self.outer = nn.Linear(4, 4)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x))
+        return self.linear(self.inner(x))
 
 
 def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multiply_is_none() -> None:
-    model = Sequence(*(Block(4) for _ in range(10)), Wrapper(), Wrapper())
+    model = Sequence(*(Block(4) for _ in range(10)), *(Wrapper(inner=Block(4)) for _ in range(2)))
     report = zoo.find_regions(model)
     (block,) = [found for found in report.regions if found.name == "Block"]
     assert {f"blocks.{index}" for index in range(10)} <= set(block.modules), str(report)
@@ -462,7 +455,7 @@ def test_a_hook_inside_a_region_that_costs_graphs_or_cannot_be_traced_is_named_w
     def interrupt(module: nn.Module, args: Any, output: Tensor) -> None:
         torch._dynamo.graph_break()
 
-    model, x = Sequence(*(Wrapper() for _ in range(6))), torch.randn(2, 4)
+    model, x = Sequence(*(Wrapper(inner=Block(4)) for _ in range(6))), torch.randn(2, 4)
     with torch.no_grad():
         for hook, told in ((collect, pytest.warns(zoo.RegionWarning)), (interrupt, pytest.raises(zoo.RegionError))):
             torch.compiler.reset()
