@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zoo
 from tests.gnn_reference import GRAPHS, attend, edge_attention, edge_softmax, edge_sum, exact, kept
-from tests.kernel_checks import DEVICE, MARKS, kernels_run  # noqa: F401
+from tests.kernel_checks import DEVICE, MARKS, kernels_run, values  # noqa: F401
 from zoo.gnn import CSRGraph
 from zoo.gnn.graph import Recipe
 from zoo.ops import common, csr
@@ -53,10 +53,6 @@ def hub(
     edge_index[1, : edges // 3] = 2
     edge_index[0, edges // 3 : 2 * edges // 3] = 5
     return make(edge_index, (11, destinations), torch.rand(edges) if weight else None, **recipe)
-
-
-def values(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(rows, *shape).to(DEVICE, dtype)
 
 
 def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:

@@ -296,11 +296,6 @@ def programs_of(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
     monkeypatch.setattr(kernels, "MOST_TILES", lines)
 
 
-@pytest.fixture
-def _several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs_of(monkeypatch, 3)
-
-
 def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(*shape).to(DEVICE, dtype)
     return torch.where(x.abs() < 0.2, 0.0, x).contiguous(memory_format=torch.channels_last)
@@ -327,9 +322,9 @@ def test_norm_and_bias_before_a_pool(monkeypatch, shape, dtype, lines):
     close_images(bias_act_pool(x, bias), expected, dtype)
 
 
-@pytest.mark.usefixtures("_several_lines")
 @pytest.mark.parametrize("dtype", RELATIVE)
-def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
+def test_nan_stays_in_its_windows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs_of(monkeypatch, 3)
     x, given = images(2, 5, 9, 21, dtype=dtype), norm(5, dtype)
     # On a border of two lines and four columns of windows, in one alone, and beside what is infinite.
     x[0, 2, 3, 5] = x[0, 3, 0, 0] = x[1, 4, 8, 20] = x[1, 1, 4, 10] = torch.nan
@@ -342,8 +337,8 @@ def test_nan_stays_in_its_windows(dtype: torch.dtype) -> None:
         assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.usefixtures("_several_lines")
 def test_norms_and_pools_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs_of(monkeypatch, 3)
     given = norm(6)
     parts = images(2, 6, 18, 8)[:, :, ::2], images(3, 7, 9, 8)[1:, 1:]
     for x in (images(2, 6, 9, 8).contiguous(), images(2, 6, 8, 9).mT, *parts):
@@ -381,8 +376,8 @@ def test_pooling_chooses_and_gives_back_as_torch_does(monkeypatch, shape, dtype,
     assert int(kernels.max_pool(x)[1].max()) < 9
 
 
-@pytest.mark.usefixtures("_several_lines")
-def test_pooling_of_nan_and_infinity() -> None:
+def test_pooling_of_nan_and_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs_of(monkeypatch, 3)
     x = images(2, 16, 9, 8)
     x[0, :, 3, 4], x[1, :, 1, 1], x[1, :, 5] = float("nan"), float("inf"), float("-inf")
     # Whole windows without a greatest, in corners, at edges and inside: the first pixel that there is.

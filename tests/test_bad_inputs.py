@@ -255,11 +255,7 @@ def engine() -> list[Refusal]:
         (lambda: compile_regions(Blocks(), regions=[]), "regions is empty: leave it out"),
         (lambda: compile_regions(Blocks(), exclude=["*"]), r"exclude=.* leaves no"),
         (lambda: compile_regions(Blocks(), dynamic="yes"), "dynamic is 'yes'", TypeError),
-        (
-            lambda: TrainingStep(model, nn.CrossEntropyLoss(), optimizer),
-            r"loss is a .*function loss\(model, batch\)",
-            TypeError,
-        ),
+        (lambda: TrainingStep(model, nn.CrossEntropyLoss(), optimizer), r"loss is a .*loss\(model, batch\)", TypeError),
         (lambda: LinearCrossEntropy()(x, nn.Linear(8, 5), one), "weight is a Linear, .* pass its .weight", TypeError),
         (lambda: compile_regions(Blocks(), fullgraph="no"), "fullgraph is 'no'", TypeError),
         (lambda: compile_regions(Stack(), regions=["blocks"]), r"which nothing calls: regions=\['blocks\.\*'\]"),
@@ -284,10 +280,7 @@ def engine() -> list[Refusal]:
         (lambda: compiled(Stack(), regions=[Block], backend="cudagraphs"), "backend='cudagraphs' records a CUDA graph"),
         (lambda: compiled(compiled(Stack())), r"already compiled: blocks\.0, .*zoo\.uncompile"),
         (lambda: compiled(torch.compile(Stack(), backend="eager")), r"already compiled: the model itself.*_orig_mod"),
-        (
-            lambda: compiled(Sequence(Block(2), Block(4))),
-            "no block repeats: .*; use torch.compile.* or name classes",
-        ),
+        (lambda: compiled(Sequence(Block(2), Block(4))), "no block repeats: .*; use torch.compile.* or name classes"),
         (lambda: zoo.warm_up(Stack(), x=torch.randn(2, 4)), r"call zoo\.compile_regions\(model\) first"),
         *((lambda each=each: find(Stack(), [each]), "nn.Module class", TypeError) for each in (3, int, Block(2))),
         (lambda: find(Stack(), Block), r"regions=\[\.\.\.\]", TypeError),
@@ -557,11 +550,7 @@ def graphs() -> list[Refusal]:
         (lambda: of_two(own, cut[::-1]), "layer 0 is given"),
         (lambda: of_two(own, cut[:1] * 2), "layer 1 is given"),
         (lambda: of_two(x, cut), r"layer 0 is given 201 rows, and its graph is .* pass x\[batch\.nodes\]"),
-        (
-            partial(of_two, x, batch),
-            r"edge_index is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]",
-            TypeError,
-        ),
+        (partial(of_two, x, batch), r"is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]", TypeError),
         (lambda: gcn_of_two(own, cut), "graphs of a sampled batch are for GraphSAGE"),
         *((lambda given=given: sampler_of(**given), words, (ValueError, TypeError)) for given, words in SAMPLED),
     ]
@@ -655,10 +644,7 @@ def images() -> list[Refusal]:
         (lambda: add_norm(x, x[:1], row, row, None, 1e-5), residual),
         (lambda: gated_gelu(x[:, :7], row), "x has 7 columns, expected an even number"),
         (lambda: gated_gelu(x, row[:7]), r"bias has shape \(7,\), expected one number a column: \(8,\)"),
-        (
-            lambda: add_norm(x, x, row, row, row[:3], 1e-5),
-            r"shift has shape \(3,\), expected one number a column: \(8,\)",
-        ),
+        (lambda: add_norm(x, x, row, row, row[:3], 1e-5), r"shift has shape \(3,\), .* one number a column: \(8,\)"),
         *(
             (lambda given=given: gated_gelu_product(x, *given), product)
             for given in ((torch.randn(7, 8), row[:7]), (torch.randn(6, 7), row[:6]), (torch.randn(6, 8), row))

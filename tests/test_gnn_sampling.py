@@ -23,11 +23,11 @@ NODES, EDGES = 200, 3000
 WHOLE = Bucket(NODES, ((NODES, EDGES), (100, EDGES)))
 
 
-def graph(nodes: int = NODES, edges: int = EDGES) -> Tensor:
+def graph() -> Tensor:
     """Without repeated edges, so that one drawn twice shows."""
     generator = torch.Generator().manual_seed(0)
-    places = torch.randperm(nodes * nodes, generator=generator)[:edges]
-    return torch.stack([places // nodes, places % nodes])
+    places = torch.randperm(NODES * NODES, generator=generator)[:EDGES]
+    return torch.stack([places // NODES, places % NODES])
 
 
 def model(layers: int = 2, **options: Any) -> GraphSAGE:

@@ -44,9 +44,10 @@ SIZE = (5, 7) if DEVICE == "cpu" else (7, 11)
 
 
 @pytest.fixture(autouse=True)
-def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs one program after the other."""
+def _as_a_hopper_with_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs one program after the other, and reads by TMA, as a Hopper does."""
     if DEVICE == "cpu":
+        monkeypatch.setattr(common, "has_tma", lambda device: True)
         monkeypatch.setattr(kernels, "ENOUGH", 6)
         monkeypatch.setattr(kernels, "GRADIENT_PROGRAMS", 24)
 
@@ -227,12 +228,6 @@ def test_gradients_of_many_chunks_and_of_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 close_rows = functools.partial(kernel_checks.close, layout=torch.contiguous_format)
-
-
-@pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu":
-        monkeypatch.setattr(common, "has_tma", lambda device: True)
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
