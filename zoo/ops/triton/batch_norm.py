@@ -364,7 +364,8 @@ def product_norm_act(
     out = x.new_empty(rows, channels)
     down, across, depth, stages = _product_tile(rows, channels, residual is not None)
     tile = [down, across]
-    # A residual with and without a norm is one kernel, which takes a second to compile: without, it is given any norm.
+    # One kernel serves residuals with and without a norm, since each takes a second to compile. For those without, a
+    # flag makes it ignore the norm that it gets.
     norms = int(other[0] is not None)
     _product_norm_act[(ceil_div(rows, down) * ceil_div(channels, across),)](
         TensorDescriptor.from_tensor(x, [down, depth]), TensorDescriptor.from_tensor(matrix, [across, depth]),

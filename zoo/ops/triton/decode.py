@@ -338,9 +338,9 @@ def _add_parts(
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
-# More rows of features than FEW are read by TMA, where it is. A program then takes TILE weight rows, in so many stages,
-# and columns are split while there are no more than so many programs.
-FEW, TILE, STAGES, MOST_PROGRAMS = 16, 64, 4, 256
+# More rows of features than FEW_ROWS are read by TMA, where it is. A program then takes TILE weight rows, with so many
+# pipeline stages, and columns are split while there are no more than so many programs.
+FEW_ROWS, TILE, STAGES, MOST_PROGRAMS = 16, 64, 4, 256
 
 
 def linear(
@@ -369,7 +369,7 @@ def linear(
         return out
     if norm is not None:
         x = norms.norm(x, None, None, norm, None, eps, keep=False)[0]
-    if m > FEW and columns % 16 == 0 and tma_runs(x):
+    if m > FEW_ROWS and columns % 16 == 0 and tma_runs(x):
         return _linear_by_tma(x, weight, bias, residual, gated, scale)
     tile, parts = 16, 4
     block = min(256 // x.element_size(), max(next_power(ceil_div(columns, parts)), 16))
@@ -383,7 +383,7 @@ def linear(
 def _linear_by_tma(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, gated: bool, scale: Tensor | None
 ) -> Tensor:
-    """``linear`` of more rows than FEW, without a norm."""
+    """``linear`` of more rows than FEW_ROWS, without a norm."""
     (m, columns), n = x.shape, weight.shape[0] // (1 + gated)
     tiles, parts = ceil_div(n, TILE), 1
     while not gated and 2 * parts * tiles <= MOST_PROGRAMS:
