@@ -257,7 +257,10 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
 def conv_norm_act(
     x: Tensor, conv: nn.Conv2d, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None
 ) -> Tensor:
-    """``norm_act`` of a convolution; one of single pixels is a product that ends in the norm."""
+    """``norm_act`` of a convolution: x [N, C, H, W] -> [N, O, H', W'], the size of the residual.
+
+    A convolution of single pixels is a product that ends in the norm.
+    """
     if not norm.of_batch and conv.bias is None and (residual_norm is None or residual_norm.eps == norm.eps):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
         if (out := _pointwise_act(x, conv, own, residual, other, norm.eps, few=True)) is not None:
@@ -274,11 +277,11 @@ def _pointwise_act(
         return None
     if not is_unmodified(conv, nn.Conv2d):
         return None
-    rows, matrix = to_rows(x), weight.flatten(1)
-    added = None if residual is None else to_rows(residual)
+    rows, matrix, added = to_rows(x), weight.flatten(1), None
     if differentiated(*own[2:], residual, *other[2:]) or not product_runs(rows, matrix, own[3], few):
         return None
-    if added is not None:
+    if residual is not None:
+        added = to_rows(residual)
         alike = added.dtype == rows.dtype and added.shape == (rows.shape[0], matrix.shape[0])
         if not alike or not has_aligned_rows(added):
             return None
@@ -404,7 +407,10 @@ class _MaxPool(torch.autograd.Function):
 
 
 def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
-    """``bias_act`` of a convolution with a bias, in one call of cuDNN or, of many single pixels, in one product."""
+    """``bias_act`` of a convolution with a bias, without gradients: x [N, C, H, W] -> [N, O, H', W'], as the residual.
+
+    It is one call of cuDNN or, of many single pixels, one product.
+    """
     bias: Any = conv.bias
     if (out := _pointwise_act(x, conv, (*NO_NORM[:3], bias), residual, NO_NORM, 0.0)) is not None:
         return out

@@ -341,7 +341,7 @@ def _check_images(images: Tensor, config: ResNetConfig, weight: Tensor) -> None:
         "; images[None] makes a batch of one image, images.permute(0, 3, 1, 2) puts channels first, and the "
         "transforms() of torchvision's weights scale and normalise integers"
     )
-    shape, kinds = f"N {config.in_channels} H W", "floating" if not config.folded else (weight.dtype,)
+    shape, kinds = f"N {config.in_channels} H W", (weight.dtype,) if config.folded else "floating"
     validate.tensor("images", images, shape, kinds=kinds, like=weight, empty=False, hint=hint)
     if config.folded and differentiated(images):
         raise ValueError("images requires a gradient, but a folded model is for inference; use the model it came from")

@@ -254,8 +254,7 @@ def _linear_rows(
     live = n < N
     row = n + member // ROWS * N
     m = tl.arange(0, SLOTS)
-    column = tl.arange(0, BLOCK_C)
-    column = tl.arange(0, PARTS)[:, None] * SPAN + column[None, :]
+    column = tl.arange(0, PARTS)[:, None] * SPAN + tl.arange(0, BLOCK_C)[None, :]
     of_weight, there, across = row[None, :, None], live[None, :, None], column[:, None, :]
     of_x, down = m[None, None, :], column[:, :, None]
     total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
@@ -338,9 +337,9 @@ def _add_parts(
 # Weight bytes that a thread holds at once, and programs that keep a large GPU busy. Measured on an H200 for the whole
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
-# More rows of features than FEW_ROWS are read by TMA, where it is. A program then takes TILE weight rows, with so many
-# pipeline stages, and columns are split while there are no more than so many programs.
-FEW_ROWS, TILE, STAGES, MOST_PROGRAMS = 16, 64, 4, 256
+# More rows of features than FEW_ROWS are read by TMA, where it is. A program then takes TMA_TILE weight rows, in so
+# many pipeline stages, and columns are split while there are no more than MOST_PROGRAMS.
+FEW_ROWS, TMA_TILE, TMA_STAGES, MOST_PROGRAMS = 16, 64, 4, 256
 
 
 def linear(
@@ -385,16 +384,16 @@ def _linear_by_tma(
 ) -> Tensor:
     """``linear`` of more rows than FEW_ROWS, without a norm."""
     (m, columns), n = x.shape, weight.shape[0] // (1 + gated)
-    tiles, parts = ceil_div(n, TILE), 1
+    tiles, parts = ceil_div(n, TMA_TILE), 1
     while not gated and 2 * parts * tiles <= MOST_PROGRAMS:
         parts *= 2
     alone, overlap = parts == 1 and bias is None and residual is None, overlap_on(x.device)
     product = x.new_empty(parts, m, n, dtype=x.dtype if alone else torch.float32)
     slots, block = max(next_power(m), 16), 256 // x.element_size()
     _linear_tiles[(tiles, parts)](
-        TensorDescriptor.from_tensor(x, [slots, block]), TensorDescriptor.from_tensor(weight, [TILE, block]), scale,
-        product, M=m, N=n, SPAN=ceil_div(columns, parts * block) * block, GATED=gated, TILE=TILE, SLOTS=slots,
-        BLOCK_C=block, num_warps=4, num_stages=STAGES, **overlap,
+        TensorDescriptor.from_tensor(x, [slots, block]), TensorDescriptor.from_tensor(weight, [TMA_TILE, block]), scale,
+        product, M=m, N=n, SPAN=ceil_div(columns, parts * block) * block, GATED=gated, TILE=TMA_TILE, SLOTS=slots,
+        BLOCK_C=block, num_warps=4, num_stages=TMA_STAGES, **overlap,
     )  # fmt: skip
     if alone:
         return product[0]
