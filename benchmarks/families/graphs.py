@@ -136,10 +136,7 @@ def generate(
     if counts.order == "pairs":
         edge_index = edge_index.transpose(1, 2).reshape(2, -1)
     else:
-        rows = [0, 1] if counts.order == "source" else [1, 0]  # the major row first
-        major, minor = edge_index.reshape(2, -1)[rows]
-        key = (major * nodes + minor).sort().values
-        edge_index = torch.stack((key // nodes, key % nodes))[rows]
+        edge_index = _sort(edge_index.reshape(2, -1), nodes, by=counts.order)
     return Graph(
         x=_normal(nodes, features or counts.features, seed=seed, device=device),
         edge_index=edge_index.contiguous().to(device),
@@ -150,18 +147,30 @@ def generate(
 
 def _power_law_ranks(counts: GraphSpec, size: int, generator: torch.Generator) -> Tensor:
     """Ranks in ``[0, nodes)``, rank r with a probability of the integral of ``t ** -a`` from offset + r to the next."""
-    nodes, power = counts.nodes, 1 - 1 / (EXPONENT - 1)
-    # The offset at which the first rank gets the hub's share of all draws, by bisection in the logarithm.
-    offset, most = 1e-9, 1e3 * nodes
-    for _ in range(200):
-        middle = math.sqrt(offset * most)
-        start = middle**power
-        first = ((middle + 1) ** power - start) / ((middle + nodes) ** power - start)
-        offset, most = (middle, most) if first > counts.hub / counts.edges else (offset, middle)
-    low, high = offset**power, (offset + nodes) ** power
+    power = 1 - 1 / (EXPONENT - 1)
+    offset = _offset(counts.nodes, counts.hub / counts.edges, power)
+    low, high = offset**power, (offset + counts.nodes) ** power
     uniform = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64)
     ranks = uniform.mul_(high - low).add_(low).pow_(1 / power).sub_(offset)
-    return ranks.long().clamp_(0, nodes - 1)
+    return ranks.long().clamp_(0, counts.nodes - 1)
+
+
+def _offset(nodes: int, share: float, power: float) -> float:
+    """The offset at which the first rank gets this share of all draws, by bisection in the logarithm."""
+    low, high = 1e-9, 1e3 * nodes
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        start = middle**power
+        first = ((middle + 1) ** power - start) / ((middle + nodes) ** power - start)
+        low, high = (middle, high) if first > share else (low, middle)
+    return low
+
+
+def _sort(edge_index: Tensor, nodes: int, *, by: str) -> Tensor:
+    major, minor = edge_index if by == "source" else edge_index.flip(0)
+    key = (major * nodes + minor).sort().values
+    ordered = torch.stack((key // nodes, key % nodes))
+    return ordered if by == "source" else ordered.flip(0)
 
 
 def _normal(nodes: int, width: int, *, seed: int, device: torch.device) -> Tensor:
