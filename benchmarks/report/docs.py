@@ -137,7 +137,7 @@ def regenerated(file: Path, rows: Rows) -> tuple[str, str]:
     """The current text of a Markdown file or the picture, and the text generated from the rows."""
     text = file.read_text(encoding="utf-8")
     if file.name == PICTURE:
-        return text, charts.picture(_first_races({}, rows), text)
+        return text, charts.picture(tables.first_races({}, races_of(rows)), text)
     try:
         return text, rewrite(text, lambda spec: make_table(spec, rows), lambda spec: make_value(spec, rows))
     except ValueError as error:
@@ -185,7 +185,7 @@ def _arms(spec: Spec, rows: Rows) -> str:
 
 
 def _front(spec: Spec, rows: Rows) -> str:
-    first = _first_races(spec.options, rows)
+    first = tables.first_races(spec.options, races_of(rows))
     on = dict.fromkeys(race.machine for race in first.values() if race is not None)
     started = dict.fromkeys(machine_name(rows.environment(start), start.case.device) for start in rows.starts)
     said = "; ".join([*on, *(f"some new processes: {machine}" for machine in started if machine not in on)])
@@ -197,11 +197,6 @@ def _parallel(spec: Spec, rows: Rows) -> str:
     from benchmarks import parallel  # imports torch.distributed, which only this table needs
 
     return parallel.tables(rows)
-
-
-def _first_races(options: Mapping[str, str], rows: Rows) -> dict[str, MeasuredRace | None]:
-    """The races of the first pages, from the families or measured for these pages."""
-    return tables.first_races(options, [*races_of(rows), *(r for r in extra_races(rows) if r.extra == "front")])
 
 
 def _races(spec: Spec, rows: Rows) -> tuple[MeasuredRace, ...]:

@@ -282,12 +282,10 @@ def arms(races: Sequence[MeasuredRace]) -> Table:
 # The first pages ------------------------------------------------------------------------------------------------------
 
 
-def first_races(options: Mapping[str, str], shown: Sequence[MeasuredRace]) -> dict[str, MeasuredRace | None]:
+def first_races(options: Mapping[str, str], shown: Iterable[MeasuredRace]) -> dict[str, MeasuredRace | None]:
     """The races of ``FIRST`` and, if the zoo loses a race, its largest loss."""
     wanted = {"workload": "inference", "device": "cuda", "family": ",".join(UPSTREAM), **options}
-    # Races that were measured for the first pages replace those of the families' pages.
-    chosen = [race for extra in (False, True) for race in select(wanted, (r for r in shown if bool(r.extra) is extra))]
-    found = {race.case.race: race for race in chosen}.values()
+    found = select(wanted, shown)
     by_case = {(race.case.model, race.case.input, race.case.dtype): race for race in found}
     first = {name: by_case.get(case) for name, case in FIRST.items()}
 
