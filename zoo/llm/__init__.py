@@ -5,10 +5,10 @@ from zoo.llm.convert import load as load
 from zoo.llm.convert import quantize as quantize
 from zoo.llm.convert import save as save
 from zoo.llm.generate import GenerationOptions as GenerationOptions
+from zoo.llm.generate import KVCache as KVCache
 from zoo.llm.generate import Session as Session
 from zoo.llm.model import LLM as LLM
 from zoo.llm.model import PRESETS, example_inputs
-from zoo.llm.model import KVCache as KVCache
 from zoo.llm.model import LLMConfig as LLMConfig
 from zoo.llm.model import LLMHead as LLMHead
 from zoo.llm.model import LLMLayer as LLMLayer

@@ -1,27 +1,24 @@
 """Generation: the model reads prompts padded to buckets, then replays one CUDA graph per new token.
 
-A ``Session`` keeps its cache and its captured steps for a conversation. ``LLM.generate`` creates one for its prompts.
+A ``Session`` keeps its cache and its captured steps for a conversation. ``model.generate`` creates one for its prompts.
 
 Shapes: B batch, T tokens of a prompt, n new tokens, V vocabulary, S slots of the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.captured import WeightsMovedError
 from zoo.engine.cuda_graph import cuda_graph as capture
 from zoo.engine.graphed_step import GraphedStep
 from zoo.ops.common import kernels_run
-
-if TYPE_CHECKING:
-    from zoo.llm.model import LLM, KVCache, LLMConfig
 
 Prompts: TypeAlias = Tensor | Sequence[Sequence[int]]
 Rows: TypeAlias = list[list[int]]
@@ -73,7 +70,7 @@ class GenerationOptions:
         """True if the most likely token is taken."""
         return self.temperature == 0
 
-    def end_tokens(self, config: LLMConfig) -> tuple[int, ...]:
+    def end_tokens(self, config: Any) -> tuple[int, ...]:
         """Tokens that end a row; a ValueError if one is not in the vocabulary, or there are more than 16."""
         eos, vocab_size = self.eos, config.vocab_size
         ends: Any = config.eos_token_id if eos is None else eos if isinstance(eos, Sequence) else (eos,)
@@ -82,6 +79,81 @@ class GenerationOptions:
         if len(ends) > MOST_ENDS:
             raise ValueError(f"eos has {len(ends)} tokens, and a step compares with {MOST_ENDS} at most")
         return tuple(ends)
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of all layers, at fixed addresses. From ``model.make_cache``.
+
+    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row is in slot
+    p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are never
+    read: to drop tokens, continue from an earlier position.
+    """
+
+    layers: tuple[Tensor, ...]
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return self.layers[0].shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Maximum tokens of a row."""
+        return self.layers[0].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the keys and values."""
+        return self.layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the keys and values."""
+        return self.layers[0].device
+
+    def __repr__(self) -> str:
+        return f"KVCache({len(self.layers)} layers of {list(self.layers[0].shape)}, {self.dtype})"
+
+
+class GenerationMixin(nn.Module):
+    """``generate`` and ``stream`` for a language model whose forward takes tokens and a cache, as ``LLM.forward``."""
+
+    config: Any  # vocab_size, max_position_embeddings, pad_token_id and eos_token_id
+    make_cache: Callable[..., KVCache]
+
+    def generate(
+        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
+    ) -> Tensor:
+        """Continue prompts. Returns the new tokens [B, n] int64 on the model's device, including the end token.
+
+        n is the longest answer's length. Shorter answers are padded with the config's ``pad_token_id``, else with the
+        first end token.
+
+        Args:
+            tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
+            cuda_graph: Run decoding as a CUDA graph; by default only on a GPU.
+            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts are
+                read in pieces.
+            options: Fields of ``GenerationOptions``.
+
+        Raises:
+            TypeError, ValueError: If an argument does not fit, or a prompt is empty, has a token outside the
+                vocabulary, or has no room for ``max_new_tokens`` after it; before anything runs.
+        """
+        chunks = self.stream(tokens, cuda_graph=cuda_graph, buckets=buckets, **options)
+        return torch.cat(list(chunks), dim=1).to(next(self.parameters()).device)
+
+    def stream(
+        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
+    ) -> Iterator[Tensor]:
+        """Yield the result of ``generate`` in pieces: [B, 1] first, then [B, up to stride], on the CPU."""
+        rows = prompt_rows(tokens, self.config.vocab_size)
+        longest = max(map(len, rows)) + GenerationOptions(**options).max_new_tokens
+        # A power of two, so that texts of similar lengths share their graphs.
+        slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
+        session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
+        return session.stream(rows, **options)
 
 
 class Session:
@@ -94,18 +166,18 @@ class Session:
         model: A language model of the zoo, compiled or not.
         batch: Number of rows, which are independent texts.
         slots: Maximum tokens of a row, prompts and answers together.
-        cuda_graph: As for ``LLM.generate``.
-        buckets: As for ``LLM.generate``.
+        cuda_graph: As for ``generate`` of the model.
+        buckets: As for ``generate`` of the model.
         conversation: True if prompts will follow answers. All turns then share one graph per bucket, whose attention
             can begin at any position. False lets a first prompt use torch's causal attention, which is faster; a later
             prompt then needs another graph.
     """
 
     def __init__(
-        self, model: LLM, batch: int, slots: int, *, cuda_graph: bool | None = None,
+        self, model: GenerationMixin, batch: int, slots: int, *, cuda_graph: bool | None = None,
         buckets: Sequence[int] | None = None, conversation: bool = True,
     ) -> None:  # fmt: skip
-        if not hasattr(model, "make_cache"):
+        if not isinstance(model, GenerationMixin):
             raise TypeError(f"model is a {type(model).__name__}, expected a language model of the zoo")
         lengths = BUCKETS if buckets is None else buckets
         if not isinstance(lengths, Sequence) or not lengths or not all(map(validate.is_count, lengths)):
@@ -258,7 +330,7 @@ class DecodeState:
             self.top_k = torch.ones((), dtype=torch.int64)
             self.top_p = torch.ones(())
 
-    def begin(self, options: GenerationOptions, ends: tuple[int, ...], config: LLMConfig) -> None:
+    def begin(self, options: GenerationOptions, ends: tuple[int, ...], config: Any) -> None:
         """Set up an answer. All options are written to tensors, so that one captured step serves them all."""
         self.finished.fill_(False)
         self.step.zero_()
@@ -279,7 +351,7 @@ class DecodeState:
         self.noise[:steps].copy_(torch.rand(steps, self.noise.shape[1], generator=generator, device="cpu"))
 
 
-def decode_step(model: LLM, cache: KVCache, state: DecodeState, greedy: bool) -> None:
+def decode_step(model: GenerationMixin, cache: KVCache, state: DecodeState, greedy: bool) -> None:
     """Feed each row's last token and choose the next, on the device. The CUDA graph of decoding captures this call."""
     logits = model(state.tokens, position_ids=state.positions, cache=cache, logits_to_keep=1)
     accept(state, logits[:, -1], greedy)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
-from zoo.llm.generate import GenerationOptions, Prompts, Session, prompt_rows
+from zoo.llm.generate import GenerationMixin, KVCache
 from zoo.ops.attention import (
     Weight,
     attend,
@@ -444,48 +444,13 @@ def _add_linear(x: Tensor, hidden: Tensor, linear: nn.Module) -> Tensor:
     return torch.addmm(x.flatten(0, -2), hidden.flatten(0, -2), weight.t()).view_as(x)
 
 
-@dataclass(frozen=True, eq=False)
-class KVCache:
-    """Keys and values of all layers, at fixed addresses. From ``model.make_cache``.
-
-    ``layers`` has one tensor per layer, [2, B, K, S, D]: keys, then values. The token at position p of a row is in slot
-    p, so rows of different lengths need no padding between their tokens. Slots after a row's last position are never
-    read: to drop tokens, continue from an earlier position.
-    """
-
-    layers: tuple[Tensor, ...]
-
-    @property
-    def batch(self) -> int:
-        """Number of rows."""
-        return self.layers[0].shape[1]
-
-    @property
-    def slots(self) -> int:
-        """Maximum tokens of a row."""
-        return self.layers[0].shape[3]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the keys and values."""
-        return self.layers[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the keys and values."""
-        return self.layers[0].device
-
-    def __repr__(self) -> str:
-        return f"KVCache({len(self.layers)} layers of {list(self.layers[0].shape)}, {self.dtype})"
-
-
 REGIONS = (
     Region(LLMLayer, graphs=1, why="one graph for prefill, one for a decode step, one for scoring, at any depth"),
     Region(LLMHead, graphs=1, why="the last norm and the widest product, on the positions that are kept"),
 )
 
 
-class LLM(nn.Module):
+class LLM(GenerationMixin):
     """A decoder-only language model, built from an ``LLMConfig``."""
 
     regions: ClassVar[tuple[Region, ...]] = REGIONS
@@ -563,39 +528,6 @@ class LLM(nn.Module):
     def output_weight(self) -> Tensor:
         """Weights of the output product, [V, C]: the embedding's if tied. Those of a quantized model are a copy."""
         return dense_weight(self.lm_head or self.embed_tokens)
-
-    def generate(
-        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
-    ) -> Tensor:
-        """Continue prompts. Returns the new tokens [B, n] int64 on the model's device, including the end token.
-
-        n is the longest answer's length. Shorter answers are padded with the config's ``pad_token_id``, else with the
-        first end token.
-
-        Args:
-            tokens: [B, T] integers, or B lists of token ids of any lengths. No padding.
-            cuda_graph: Run decoding as a CUDA graph; by default only on a GPU.
-            buckets: Lengths that prompts are padded to; powers of two from 16 to 2048 by default. Longer prompts are
-                read in pieces.
-            options: Fields of ``GenerationOptions``.
-
-        Raises:
-            TypeError, ValueError: If an argument does not fit, or a prompt is empty, has a token outside the
-                vocabulary, or has no room for ``max_new_tokens`` after it; before anything runs.
-        """
-        chunks = self.stream(tokens, cuda_graph=cuda_graph, buckets=buckets, **options)
-        return torch.cat(list(chunks), dim=1).to(self.embed_tokens.weight.device)
-
-    def stream(
-        self, tokens: Prompts, *, cuda_graph: bool | None = None, buckets: Sequence[int] | None = None, **options: Any
-    ) -> Iterator[Tensor]:
-        """Yield the result of ``generate`` in pieces: [B, 1] first, then [B, up to stride], on the CPU."""
-        rows = prompt_rows(tokens, self.config.vocab_size)
-        longest = max(map(len, rows)) + GenerationOptions(**options).max_new_tokens
-        # A power of two, so that texts of similar lengths share their graphs.
-        slots = min(max(16, 1 << (longest - 1).bit_length()), self.config.max_position_embeddings)
-        session = Session(self, len(rows), slots, cuda_graph=cuda_graph, buckets=buckets, conversation=False)
-        return session.stream(rows, **options)
 
     def make_cache(self, batch: int, slots: int, *, dtype: torch.dtype | None = None) -> KVCache:
         """An empty cache of ``batch`` rows of ``slots`` tokens on the weights' device, in their or autocast's dtype.
