@@ -6,6 +6,7 @@ Triton runs here on a GPU that is not there: it compiles for one, and launches a
 import gc
 import inspect
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -267,6 +268,24 @@ def test_kernels_are_compiled_together_and_one_that_does_not_compile_is_named(gp
         monkeypatch.setattr(*patch, lambda *_, **__: 1 / 0)
         with pytest.warns(RuntimeWarning, match="1 kernels are compiled one by one: ZeroDivisionError"):
             compile_together([(_scaled, described[0], given[0][1])])
+
+
+def test_the_launcher_of_a_kernel_that_reads_tiles_is_compiled_at_the_same_time(gpu, monkeypatch) -> None:
+    tiles = [by_tile(None, torch.empty(1, 32, device="meta"), [1, 32])] * 2
+    started, descriptors = threading.Event(), []
+
+    def launcher(source: Any, metadata: Any) -> None:
+        descriptors.append(len(metadata.tensordesc_meta))  # older Tritons write them into the launcher's code
+        started.set()
+
+    def compile(source: Any, **_: Any) -> Any:
+        assert started.wait(20)
+        return SimpleNamespace(src=source)
+
+    monkeypatch.setattr(gpu, "launcher_cls", launcher)
+    monkeypatch.setattr(triton.compiler, "compile", compile)
+    compile_together([(_tile, tiles, {"COLUMNS": 32})])
+    assert descriptors == [2]
 
 
 def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

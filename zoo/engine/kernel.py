@@ -50,22 +50,18 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
 
     def compile_one(build: Callable[[], Any]) -> Any:
         driver.set_current_device(device)  # a new thread starts on the first device
-        compiled = build()
-        if _has_descriptor(compiled.src.signature):
-            driver.launcher_cls(compiled.src, compiled.metadata)
-        return compiled
+        return build()
 
     def submit(build: Callable[[], Any]) -> Future[Any]:
         builds.append(threads.submit(compile_one, build))
         return builds[-1]
 
-    # Older Tritons also compile a launcher in C, which takes as long as its kernel, and later find it on disk. Without
-    # descriptors a launcher depends only on the kernel's signature, so both compile at the same time.
+    # Older Tritons also compile a launcher in C, which takes as long as its kernel, and later find it on disk. Its code
+    # depends only on the kernel's signature, so both compile at the same time.
     def start_launcher(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
         signature = compile["signature"]
-        if not _has_descriptor(signature):
-            source = ASTSource(fn.jit_function, signature, compile["constants"], compile["configs"][0])
-            threads.submit(driver.launcher_cls, source, _NoMetadata())
+        source = ASTSource(fn.jit_function, signature, compile["constants"], compile["configs"][0])
+        threads.submit(driver.launcher_cls, source, _NoMetadata(signature))
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads, knobs.scope():
         knobs.jit_cache_hook = knobs.jit_cache_hook or start_launcher
@@ -80,12 +76,12 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
         warnings.warn(f"{len(failed)} kernels are compiled one by one: {failed[0]!r}", RuntimeWarning, stacklevel=2)
 
 
-def _has_descriptor(signature: dict[str, Any]) -> bool:
-    return any(str(each).startswith("tensordesc") for each in signature.values())
-
-
 class _NoMetadata:
-    """Stands for the metadata of a kernel that is not compiled yet: every field is None."""
+    """Stands for the metadata of a kernel that is not compiled yet: every field is None, but those of descriptors."""
+
+    def __init__(self, signature: dict[str, Any]) -> None:
+        # A launcher asks only whether they are there, as they are for each descriptor on a GPU with TMA.
+        self.tensordesc_meta = [each for each in signature.values() if str(each).startswith("tensordesc")]
 
     def __getattr__(self, name: str) -> None:
         return None
