@@ -254,7 +254,12 @@ def engine() -> list[Refusal]:
         (lambda: find(model, x), r"regions is a Tensor, .*args=\(x,\)", TypeError),
         (lambda: compile_regions(Blocks(), regions=[]), "regions is empty: leave it out"),
         (lambda: compile_regions(Blocks(), exclude=["*"]), r"exclude=.* leaves no"),
-        (lambda: compile_regions(Blocks(), dynamic="yes"), "dynamic is 'yes'", TypeError),
+        (lambda: compile_regions(Blocks(), dynamic=1), "dynamic is 1", TypeError),
+        (lambda: compile_regions(Blocks(), backend=3), "backend is 3", TypeError),
+        (lambda: compile_regions(Blocks(), options=3), "options is 3", TypeError),
+        (lambda: compile_regions(Blocks(), options={"foo": 1}), "option foo; torch._inductor.list_options"),
+        (lambda: zoo.Region(Block, options=3), "Block: options is 3, expected a dict", TypeError),
+        (lambda: zoo.Region(Block, dynamic=3), "Block: dynamic is 3, expected True, False or None", TypeError),
         (lambda: TrainingStep(model, nn.CrossEntropyLoss(), optimizer), r"loss is a .*loss\(model, batch\)", TypeError),
         (lambda: LinearCrossEntropy()(x, nn.Linear(8, 5), one), "weight is a Linear, .* pass its .weight", TypeError),
         (lambda: compile_regions(Blocks(), fullgraph="no"), "fullgraph is 'no'", TypeError),
@@ -448,7 +453,7 @@ def models() -> list[Refusal]:
         ),
         (lambda: zoo.to_upstream(theirs[0]), "zoo.from_upstream", TypeError),
         (lambda: zoo.example_inputs(theirs[0]), "not a model of the zoo", TypeError),
-        (lambda: zoo.from_upstream("gcn"), "module is a str, expected a model", TypeError),
+        (lambda: zoo.from_upstream("gcn"), "module is of type str, expected a model", TypeError),
         *(
             (lambda name=name, sizes=sizes: zoo.example_inputs(zoo.create(name), **sizes), words)
             for name, sizes, words in (
@@ -474,11 +479,11 @@ SAMPLED: list[tuple[Any, ...]] = [
     ({"batch_size": 0}, "batch_size is 0"),
     ({"workers": -1}, "workers is -1"),
     ({"device": "meta"}, "device is meta; batches are sampled on the host, 'cpu', or on a GPU, 'cuda'"),
-    ({"seeds": torch.tensor([200])}, "seeds must be nodes of the graph, 0 to 199"),
-    ({"seeds": torch.tensor([], dtype=torch.int64)}, "and at least one"),
+    ({"seeds": torch.tensor([200])}, "seeds holds 200, and the graph has nodes 0 to 199"),
+    ({"seeds": torch.tensor([], dtype=torch.int64)}, "seeds is empty"),
     ({"seeds": torch.tensor([3, 5, 5])}, r"a node is several times among the seeds.*seeds\.unique\(\)"),
     ({"buckets": [Bucket(64, ((64, 64), (16, 64)))]}, r"may need Bucket\(nodes=200, .* none .*Bucket\(nodes=64"),
-    ({"seeds": torch.ones(NODES, dtype=torch.bool)}, r"seeds is torch.bool.*mask.nonzero\(\)"),
+    ({"seeds": torch.ones(NODES, dtype=torch.bool)}, r"seeds is a mask.*mask\.nonzero\(\)"),
     ({"seeds": torch.tensor([1.0])}, r"seeds is torch.float32, expected int64; use seeds.to\("),
     ({"seeds": torch.tensor([1], dtype=torch.int32)}, "seeds is torch.int32"),
     ({"seeds": [1, 2]}, r"seeds is a list, expected a dense tensor \[n\]"),
@@ -551,7 +556,7 @@ def graphs() -> list[Refusal]:
         (lambda: of_two(own, cut[:1] * 2), "layer 1 is given"),
         (lambda: of_two(x, cut), r"layer 0 is given 201 rows, and its graph is .* pass x\[batch\.nodes\]"),
         (partial(of_two, x, batch), r"is a SampledBatch; pass batch\.graphs with x\[batch\.nodes\]", TypeError),
-        (lambda: gcn_of_two(own, cut), "graphs of a sampled batch are for GraphSAGE"),
+        (lambda: gcn_of_two(own, cut), "edge_index is a tuple.*only a GraphSAGE"),
         *((lambda given=given: sampler_of(**given), words, (ValueError, TypeError)) for given, words in SAMPLED),
     ]
 

@@ -85,6 +85,17 @@ def test_nothing_is_imported_that_measuring_does_not_need(program: str, more: se
     assert not absent & set(done.stdout.split())
 
 
+def test_without_its_packages_the_harness_names_the_extra() -> None:
+    code = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "typer" else find(name, *rest)
+import benchmarks
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and 'pip install -e ".[bench]"' in done.stderr
+
+
 def test_list_measures_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     out = tmp_path / "run"
     assert run_command(main, "run", ["--family", FAKE, "--device", "cpu", "--list", "--out", str(out)]) == 0

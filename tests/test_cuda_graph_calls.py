@@ -56,7 +56,7 @@ def test_it_is_the_same_module() -> None:
     zoo.uncompile(model)
     with pytest.raises(ValueError, match="not captured: call zoo.cuda_graph"):
         zoo.captures(model)
-    with pytest.raises(TypeError, match="is a GraphedStep, expected what zoo.cuda_graph"):
+    with pytest.raises(TypeError, match="is a GraphedStep, expected a model given to zoo.cuda_graph without"):
         zoo.captures(zoo.cuda_graph(lambda x: 2 * x, (torch.ones(2),)))  # type: ignore[arg-type]
     pipeline = type("Pipeline", (), {"__call__": None, "__module__": "diffusers.pipelines"})()
     pipeline.unet = model

@@ -123,6 +123,27 @@ def test_the_report_says_which_inputs_and_which_entries_of_a_configuration_diffe
     assert "differs: inputs[1]: not given / None / a tensor\n" in text
     assert "differs: inputs['store']['x']: not given / a tensor / 1" in text
 
+    class Numbered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x, index)
+            return x
+
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+
+        def forward(self, x: Tensor, index: int) -> Tensor:
+            return super().forward(x) / (index + 1)
+
+    with torch.no_grad():  # 0 is a graph of its own, the other numbers are symbols of one
+        text = str(zoo.find_regions(Numbered().eval(), args=(torch.randn(4, 4),)))
+    assert "differs: inputs[1]: 0 / other numbers" in text
+
 
 @pytest.mark.parametrize(
     ("inputs", "said"),
@@ -294,6 +315,38 @@ def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multi
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
     assert not report.regions and "what repeats in it (Block) is too small" in str(report)
+
+
+def test_models_inside_a_model_bring_their_regions_and_the_rest_is_discovered() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gnn, self.body = zoo.create("gcn-debug"), Sequence(*(Block(5) for _ in range(8)))
+            self.towers = nn.ModuleList(zoo.create("resnet-debug") for _ in range(2))
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return self.body(self.gnn(x, edges)).mean(0)
+
+    x, edges = torch.randn(9, 12), torch.randint(9, (2, 20))
+    model = Net().eval()
+    with torch.no_grad():
+        expected = model(x, edges)
+        found = {each.name: len(each.modules) for each in zoo.find_regions(model).regions}
+        assert found == {"GNNLayer": 3, "Stem": 2, "Bottleneck": 12, "ResNetHead": 2, "Block": 8}
+        zoo.compile_regions(model, backend="eager")
+        with zoo.enforce_budget(model):
+            torch.testing.assert_close(model(x, edges), expected)
+        zoo.uncompile(model)
+        zoo.compile_regions(model.gnn, backend="eager")
+        with pytest.raises(ValueError, match="zoo.compile_regions was called on its part gnn"):
+            zoo.warm_up(model, x, edges)
+
+
+def test_blocks_that_share_a_module_are_named_as_the_reason() -> None:
+    shared = nn.Linear(4, 4)
+    model = Sequence(*(Wired(inner=shared) for _ in range(4)))
+    with pytest.raises(ValueError, match=r"share a module \(blocks\.1\.inner\) .* name their class in regions"):
+        zoo.compile_regions(model)
 
 
 # Regions of each model, and the graphs of each.

@@ -137,7 +137,7 @@ def from_upstream(module: nn.Module) -> nn.Module:
         WeightsWarning: If a tensor is NaN or infinite; the message names it.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}, expected a model, such as the unet of a pipeline")
+        raise TypeError(f"module is of type {type(module).__name__}, expected a model, such as the unet of a pipeline")
     if hasattr(module, "_orig_mod"):
         raise TypeError("module is a wrapper of torch.compile: pass the model that it wraps, its _orig_mod")
     if hasattr(module, "merge_and_unload"):

@@ -49,7 +49,7 @@ def tensor(
     """
     if not isinstance(given, Tensor) or given.layout != torch.strided:
         found = given.layout if isinstance(given, Tensor) else type(given).__name__
-        raise TypeError(f"{name} is a {found}, expected a dense tensor {_shown(shape, sizes)}".rstrip())
+        raise TypeError(f"{name} is a {found}, expected a dense tensor {_shown(shape, sizes)}".rstrip() + hint)
     if shape is not None and not any(_fits(given.shape, each.split(), sizes or {}) for each in shape.split("|")):
         raise ValueError(f"{name} has shape {list(given.shape)}, expected {_shown(shape, sizes)}{hint}")
     if not empty and 0 in given.shape:

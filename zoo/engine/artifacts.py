@@ -174,7 +174,7 @@ def load_compiled(
 
     A model without compiled regions gets them as the one that was saved. Other calls are compiled as usual, or refused
     in ``enforce_budget``. What does not fit (another torch, GPU, zoo or config, a damaged file) is left out with one
-    ``RegionWarning`` that names the difference, and compiled as usual.
+    ``RegionWarning`` that names the difference, and compiled as usual; ``enforce_budget`` then allows it.
 
     The files hold code that runs. Load folders that you wrote, or that somebody you trust did; ``key`` refuses others.
     Hashes are checked before anything in a file is read.
@@ -226,7 +226,8 @@ def load_compiled(
         message = f"{path}: {'; '.join(problems)}"
         if strict:
             raise ArtifactError(message)
-        warnings.warn(f"{message}. What was not loaded is compiled as usual", RegionWarning, stacklevel=2)
+        usual = "What was not loaded is compiled as usual, in zoo.enforce_budget too"
+        warnings.warn(f"{message}. {usual}", RegionWarning, stacklevel=2)
     else:
         compiled_plan(model).loaded.add(str(path))
     return model

@@ -16,7 +16,7 @@ from zoo.engine.call import outermost_call, region_call
 from zoo.engine.compile import Plan, compiled_plan
 from zoo.engine.cuda_graph import Captures, CapturingCall
 from zoo.engine.graph_log import GRAPH_LOG, Entry, place_of_break, recompile_reason
-from zoo.engine.signature import Attribute, choices_of, mode, without_ddp
+from zoo.engine.signature import Attribute, mode, without_ddp
 
 
 class BudgetError(RuntimeError):
@@ -33,13 +33,14 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
 
     A violation is a region over its budget, a graph break, a recompile (one class, signature, mode and kind of input
     compiled twice), or a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never
-    reached. Graphs are counted since ``compile_regions``. After ``load_compiled`` every compilation is a violation.
+    reached. Graphs are counted since ``compile_regions``. After a ``load_compiled`` that left nothing out every
+    compilation is a violation.
 
     The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
     without one has a graph for each structure of its parameters, mode and kind of input, and one more where sizes turn
-    symbolic. Of attributes only choices of code excuse more: those with two values in all of its blocks, and rates of
-    zero. In training such a region may stay uncalled if others of its list ran, as layers are dropped at random; one
-    that is bypassed among them is not told apart.
+    symbolic. An attribute allows more only where it chooses code: one that had two values in the blocks when they were
+    compiled, and a rate of zero. In training such a region may stay uncalled if others of its list ran, as layers are
+    dropped at random; one that is bypassed among them is not told apart.
 
     A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
     that takes what ``forward`` takes: each size has the budget.
@@ -71,7 +72,7 @@ def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) 
     new = [entry for entry in GRAPH_LOG.entries[first:] if entry.model == plan.log_id]
     violations = [
         *_over_budget(plan),
-        *_recompiled(plan, new, modules),
+        *_recompiled(plan),
         *(f"graph break, {count} in all: {reason}" for reason, count in (_breaks() - breaks).items()),
         *_broken(GRAPH_LOG.of(plan.log_id)),
         *_not_loaded(plan, new),
@@ -132,9 +133,8 @@ def _not_loaded(plan: Plan, new: list[Entry]) -> Iterator[str]:
             )
 
 
-def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _recompiled(plan: Plan) -> Iterator[str]:
     seen: set[Hashable] = set()
-    choices = {found.region.cls: choices_of([modules[name] for name in found.modules]) for found in plan.report.regions}
     entries = GRAPH_LOG.of(plan.log_id)
     graphs = Counter((entry.region, entry.mode, entry.model_inputs) for entry in entries if entry.graphs)
     for entry in entries:
@@ -147,7 +147,8 @@ def _recompiled(plan: Plan, new: list[Entry], modules: Mapping[str, nn.Module]) 
             if shown or found.region.graphs is not None:
                 continue  # as many as the call needed, or counted against the budget given
             # Code mostly branches on a rate of zero.
-            chosen = tuple(e for e in entry.signature[1] if e[0] in choices[cls] or e[1] == Attribute("float", "0.0"))
+            zero, selecting = Attribute("float", "0.0"), plan.selecting[cls]
+            chosen = tuple(each for each in entry.signature[1] if each[0] in selecting or each[1] == zero)
             key = cls, entry.structure, chosen, entry.mode, entry.inputs
             remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
         if key in seen:

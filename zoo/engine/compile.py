@@ -37,7 +37,7 @@ from zoo.engine.graph_log import GRAPH_LOG, Entry, recompile_reason
 from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
-from zoo.engine.signature import check_model, without_ddp
+from zoo.engine.signature import check_model, choices_of, without_ddp
 from zoo.engine.signature import mode as mode_text
 
 # A warning names a region that compiled for so many shapes of its inputs.
@@ -72,6 +72,7 @@ class Plan:
     told: set[str] = field(default_factory=set)  # warnings that were given, by region or subject
     by_call: bool = False  # whether the regions were chosen by what a call showed
     loaded: set[str] = field(default_factory=set)  # folders of load_compiled
+    selecting: dict[type[nn.Module], set[str]] = field(default_factory=dict)  # attributes that select code, by region
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name; ValueError if one is gone."""
@@ -104,10 +105,10 @@ def plan_of(model: nn.Module) -> Plan | None:
 def compiled_plan(model: nn.Module) -> Plan:
     """The plan of a compiled model; ValueError for an eager one."""
     if (plan := plan_of(model)) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no compiled regions: call zoo.compile_regions(model) first (a deepcopy or "
-            "unpickled model is eager until then)"
-        )
+        remedy = "call zoo.compile_regions(model) first (a deepcopy or unpickled model is eager until then)"
+        if parts := [name for name, part in model.named_modules() if part in _PLANS]:
+            remedy = f"zoo.compile_regions was called on its part {parts[0]}, to which this applies as well"
+        raise ValueError(f"{type(model).__name__} has no compiled regions: {remedy}")
     return plan
 
 
@@ -145,18 +146,22 @@ def compile_regions(
         The same model.
 
     Raises:
-        TypeError: If a region is neither a module class nor a path, ``args`` is no tuple, ``kwargs`` no mapping, or
-            ``dynamic`` or ``fullgraph`` no bool.
+        TypeError: If a region is neither a module class nor a path, or ``args``, ``kwargs``, ``backend``, ``options``,
+            ``dynamic`` or ``fullgraph`` has another type.
         ValueError: If a region matches nothing, is a list that nothing calls, or is nested in another; if it needs more
             graphs than its budget or reads a per-layer value (for a model that declares its regions; others get a
             ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA
             graphs on; if a region has parameters without a shape yet. What the compiler refuses is a ``RegionError`` of
             the first call.
     """
-    if dynamic not in (None, False, True):
+    if not isinstance(dynamic, bool | None):
         raise TypeError(f"dynamic is {dynamic!r}, expected True, False or None")
-    if fullgraph not in (False, True):
+    if not isinstance(fullgraph, bool):
         raise TypeError(f"fullgraph is {fullgraph!r}, expected True or False")
+    if not (isinstance(backend, str) or callable(backend)):
+        raise TypeError(f"backend is {backend!r}, expected a name as in torch._dynamo.list_backends(), or a function")
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f"options is {options!r}, expected a dict of the backend's options")
     choices = Choices(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,
@@ -172,7 +177,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         raise ValueError(f"exclude={list(choices.exclude)} leaves no region of {type(model).__name__}: keep it eager")
     if not chosen and not discover.declared_regions(model):
         raise ValueError(
-            f"{type(model).__name__} declares no regions and none is discovered: {discover.nothing_repeats(model)}; "
+            f"{type(model).__name__} declares no regions and none is discovered: {discover.nothing_repeats(model)}, "
             "or name classes with regions=[...], or give args= or kwargs= of a call that runs one block several times"
         )
     if not chosen:
@@ -218,7 +223,9 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
     told = {each.region for each in report.obstacles if each.certain}
-    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending, told, example is not None)
+    selecting = {region.cls: choices_of(group.values()) for region, group in chosen.items()}
+    log_id = GRAPH_LOG.watch(model, modules)
+    _PLANS[model] = Plan(report, log_id, choices, pending, told, example is not None, selecting=selecting)
     if _warn_of_excess not in GRAPH_LOG.listeners:
         GRAPH_LOG.listeners.append(_warn_of_excess)
 
@@ -384,7 +391,11 @@ def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | Non
         options = list_mode_options(mode)
     # Dynamo's guards have already compared the sizes that compiled code would assert in every call.
     options = {"size_asserts": False, **region.options, **(options or {})}
-    return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
+    try:
+        return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
+    except RuntimeError as error:  # which lists hundreds of options
+        wrong = str(error).partition(", known options")[0]
+        raise ValueError(f"{wrong}; torch._inductor.list_options() lists those that there are") from error
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:

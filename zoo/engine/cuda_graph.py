@@ -307,7 +307,8 @@ def captures(module: nn.Module) -> Captures:
         ValueError: If its calls are not captured; a deep copy's and an unpickled module's are not.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}, expected what zoo.cuda_graph(model) returned")
+        given = f"module is a {type(module).__name__}, expected a model given to zoo.cuda_graph without an example"
+        raise TypeError(f"{given}; what was captured by one replays in each call")
     call = outermost_call(module)
     if not isinstance(call, CapturingCall):
         raise ValueError(f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model)")

@@ -34,6 +34,7 @@ from zoo.engine.signature import (
 Given = Region | type[nn.Module] | str
 Modules = Mapping[str, nn.Module]
 Seen = Mapping[str, Observed]
+_ANY_NUMBER = "other numbers"  # in a kind of input, in place of a number that is a symbol
 
 
 def has_library_hook(module: nn.Module) -> bool:
@@ -158,9 +159,10 @@ def find_regions(
     Args:
         model: Any module, the zoo's or not.
         regions: Regions, classes or module paths to use; in a path ``*`` stands for one part, as in ``"layers.*"``.
-            Left out, the model's own ``regions`` are taken, and for a model that declares none they are discovered:
-            of the repeated classes, those that leave least to compile and to call. Each distinct block counts the
-            layers in it, each call of a region one, each layer outside of regions two.
+            Left out, the model's own ``regions`` are taken. For a model that declares none they are those of the models
+            inside of it, and discovered in its other parts: of the repeated classes, those that leave least to compile
+            and to call. Each distinct block counts the layers in it, each call of a region one, each layer outside of
+            regions two.
         exclude: Classes or module paths to leave out, with all that is inside of them.
         args: Positional arguments of one call. With ``args`` or ``kwargs`` the model runs eagerly, in its mode (with
             gradients in training), so that a block that is called several times is discovered, layers that differ only
@@ -263,7 +265,10 @@ def resolve(
     declared = declared_regions(model)
     if regions is None and not declared:
         calls = count_calls(model, example) if example else None
-        found = {Region(cls): modules for cls, modules in Cut(model, calls).regions().items()}
+        found, within = _declared_inside(model)
+        for cls, modules in Cut(model, calls).regions().items():
+            if within.isdisjoint(id(part) for module in modules.values() for part in module.modules()):
+                found[Region(cls)] = modules
     else:
         found = _given(model, declared if regions is None else regions, required=regions is not None)
     chosen = {
@@ -283,6 +288,21 @@ def declared_regions(model: nn.Module) -> tuple[Region, ...]:
     ):
         return ()
     return tuple(item if isinstance(item, Region) else Region(item) for item in given)
+
+
+def _declared_inside(model: nn.Module) -> tuple[dict[Region, dict[str, nn.Module]], set[int]]:
+    """Static regions that models inside of this one declare, and the identities of all parts of those models."""
+    found: dict[type[nn.Module], dict[str, nn.Module]] = defaultdict(dict)
+    regions: dict[type[nn.Module], Region] = {}
+    within: set[int] = set()
+    for name, inner in model.named_modules():
+        if id(inner) not in within and (declared := declared_regions(inner)):
+            within.update(map(id, inner.modules()))
+            for region, modules in _given(inner, declared, required=False).items():
+                # The budget is for one model, and there may be several.
+                regions.setdefault(region.cls, replace(region, graphs=None, dynamic=bool(region.dynamic)))
+                found[region.cls].update((f"{name}.{path}", module) for path, module in modules.items())
+    return {regions[cls]: modules for cls, modules in found.items()}, within
 
 
 def _given(model: nn.Module, given: Sequence[Given], *, required: bool) -> dict[Region, dict[str, nn.Module]]:
@@ -355,6 +375,10 @@ def nothing_repeats(model: nn.Module) -> str:
         return f"what repeats in it ({names}) is too small or too varied to gain by regions; use torch.compile(model)"
     alike = "occurs twice with weights of the same shapes and requires_grad"
     reason = f"no block repeats: no class but those of torch.nn {alike}"
+    once = dict(model.named_modules())
+    again = ((name, each) for name, each in model.named_modules(remove_duplicate=False) if name not in once)
+    if shared := next((name for name, each in again if next(each.parameters(), None) is not None), None):
+        reason += f"; blocks that share a module ({shared}) do not count as copies: name their class in regions=[...]"
     if any(map(is_parametrized, model.modules())):
         reason += "; weight_norm and other parametrizations give each module a class, and so a graph, of its own"
     return f"{reason}; use torch.compile(model)"
@@ -432,7 +456,8 @@ def _differing_inputs(groups: Iterable[tuple[Hashable, Any]], declared: bool) ->
     calls: dict[Hashable, list[Any]] = defaultdict(list)
     for built, kind in groups:
         if kind is not None:
-            numbers = () if declared else ((name.replace("L", "[1]", 1), number) for name, number in kind[1])
+            places = () if declared else ((name.removeprefix("L"), number) for name, number in kind[1])
+            numbers = ((each if each.startswith("[0]") else f"[1]{each}", number) for each, number in places)
             calls[built].append((*(kind if declared else kind[0]), *numbers))
     for alike in calls.values():
         yield from differing_inputs(alike)
@@ -450,10 +475,13 @@ def _without_symbols(module: nn.Module, static: Hashable, call: Any, groups: Ite
     numbers, _ = numbers_in(call)
     rest = tuple(kind for kind in call if kind[1] not in numbers.values())
     for built, kind in groups:
-        if built == static and kind is not None and kind[0] == rest and kind[1] <= set(numbers.items()):
+        if built != static or kind is None or kind[0] != rest:
+            continue
+        if all(name in numbers and number in (_ANY_NUMBER, numbers[name]) for name, number in kind[1]):
             return kind
     passed.note_numbers(module, call)
-    return rest, frozenset((name, number) for name, number in numbers.items() if name not in passed.varying)
+    varying = dict.fromkeys(passed.varying & numbers.keys(), _ANY_NUMBER)
+    return rest, frozenset({**numbers, **varying}.items())
 
 
 def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifted) -> Iterator[Obstacle]:
@@ -470,7 +498,7 @@ def _zero_rates(region: Region, modules: Modules, observed: Seen, symbols: Lifte
             yield Obstacle(
                 region.cls.__name__,
                 f"{name} is 0.0 in {_abbreviate(zero)} and not in others of the same structure; most code branches on "
-                f"zero: {len(mixed)} graph(s) more; a small nonzero rate shares the graph of the others",
+                f"zero, so expect {len(mixed)} graph(s) more; with a small nonzero rate they share the others' graph",
                 certain=False,
                 expected=True,
             )

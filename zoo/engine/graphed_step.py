@@ -69,8 +69,8 @@ class GraphedStep:
         for place in static:
             if place not in given:
                 raise ValueError(
-                    f"static names {place!r}, but the call has {len(calls[0][0])} positional argument(s) and "
-                    f"{sorted(calls[0][1])}"
+                    f"static names {place!r}, which is none of the call's arguments; they are "
+                    f"{', '.join(map(repr, given)) or 'none'}: a number stands for a positional one"
                 )
         self._static = {place: given[place] for place in static}
         flat = [self._flatten(args, kwargs, spec=None) for args, kwargs in calls]

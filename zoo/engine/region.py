@@ -27,7 +27,8 @@ class Region:
         fullgraph: False lets the graph of this region break.
 
     Raises:
-        TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not).
+        TypeError: If ``cls`` is not a module class (a string, say: names match by accident, classes do not), or
+            ``dynamic``, ``fullgraph`` or ``options`` has another type.
         ValueError: If ``graphs`` is no positive integer.
     """
 
@@ -43,5 +44,9 @@ class Region:
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
             raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass a module's class, as in [Block]")
+        for name, kinds in {"dynamic": bool | None, "fullgraph": bool | None, "options": Mapping}.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                expected = "a dict" if name == "options" else "True, False or None"
+                raise TypeError(f"region {self.cls.__name__}: {name} is {value!r}, expected {expected}")
         if self.graphs is not None and not (isinstance(self.graphs, int) and self.graphs >= 1):
             raise ValueError(f"region {self.cls.__name__}: graphs is {self.graphs!r}, expected a positive integer")

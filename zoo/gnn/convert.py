@@ -48,7 +48,8 @@ def config_of(module: Any) -> GNNConfig:
     """The config of a torch-geometric model, read from its modules; NotImplementedError for other classes."""
     pyg, name = upstream("torch_geometric.nn"), type(module).__name__
     if name not in _MODELS or type(module) is not getattr(pyg, name):
-        raise NotImplementedError(f"{name} is not torch-geometric's GCN, GAT or GraphSAGE, exactly")
+        layer = f": load its state_dict into a zoo.gnn.{name}" if name in (conv for _, conv in _MODELS.values()) else ""
+        raise NotImplementedError(f"{name} is none of torch-geometric's classes GCN, GAT and GraphSAGE{layer}")
     (cls, conv_name), conv = _MODELS[name], module.convs[0]
     if type(conv) is not getattr(pyg, conv_name):
         _refuse(module, "convs.0", type(conv).__name__, f"expected {conv_name}")

@@ -348,6 +348,8 @@ def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
 def check_edges(edge_index: Tensor, x: Tensor | None = None) -> None:
     """Refuse raw edges of a wrong type or shape, or on another device than x, without reading values."""
     hint = "; transpose it with .t()" if getattr(edge_index, "shape", ())[1:] == (2,) else ""
+    if getattr(edge_index, "layout", torch.strided) != torch.strided:
+        hint = "; of a transposed adjacency adj_t: torch_geometric.utils.to_edge_index(adj_t)[0].flip(0)"
     device = None if x is None else x.device
     validate.tensor("edge_index", edge_index, "2 E", kinds=(torch.int64,), like=device, like_name="x", hint=hint)
 

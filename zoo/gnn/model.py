@@ -41,8 +41,10 @@ class _Conv(nn.Module):
 
     recipe: Recipe
 
-    def __init__(self) -> None:
+    def __init__(self, *widths: int) -> None:
         super().__init__()
+        for width in widths:
+            validate.count("the number of channels", width)
         self._memory = GraphMemory()
 
     @property
@@ -93,7 +95,7 @@ class GCNConv(_Conv):
         self, in_channels: int, out_channels: int, *, improved: bool = False, add_self_loops: bool | None = None,
         normalize: bool = True, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(in_channels, out_channels)
         add_self_loops = normalize if add_self_loops is None else add_self_loops
         if add_self_loops and not normalize:
             raise ValueError("add_self_loops is True and normalize False: self-loops are added by the normalisation")
@@ -110,12 +112,12 @@ class GCNConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; a rectangular graph without normalisation takes [S, C_in] to [D, C_out].
 
         ``relu`` comes last. Without gradients the preceding kernel applies it.
         """
-        graph = self._tensors(graph, edge_weight, x, self.lin)
+        graph = self._tensors(edge_index, edge_weight, x, self.lin)
         if not is_unmodified(self.lin):  # has an adapter or a hook
             return sum_neighbours(self.lin(x), graph, bias=self.bias, relu=relu)
         if self.aggregate_first:
@@ -132,13 +134,13 @@ class SAGEConv(_Conv):
     """
 
     def __init__(
-        self, in_channels: int | tuple[int, int], out_channels: int, *, aggr: str = "mean", normalize: bool = False,
+        self, in_channels: int | tuple[int, int], out_channels: int, aggr: str = "mean", *, normalize: bool = False,
         root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
+        sources, destinations = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        super().__init__(sources, destinations, out_channels)
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
-        sources, destinations = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.recipe = Recipe(mean=aggr == "mean", weighted=False)
         self.aggr, self.normalize = aggr, normalize
         # Mean and sum may follow the product, so that edges move the narrower features; a maximum may not.
@@ -156,9 +158,11 @@ class SAGEConv(_Conv):
             if linear is not None:
                 linear.reset_parameters()
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    def forward(
+        self, x: Features, edge_index: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:
         """Features [N, C_in] -> [N, C_out]; ([S, C_s], [D, C_d]) -> [D, C_out]. ``relu`` as for ``GCNConv``."""
-        graph = self._tensors(graph, edge_weight, x, self.lin_l, self.lin_r)
+        graph = self._tensors(edge_index, edge_weight, x, self.lin_l, self.lin_r)
         sources, root = x if isinstance(x, tuple) else (x, x)
         weight, fewer = self.lin_l.weight, graph.rowptr.shape[0] <= root.shape[0]
         aggregate: Any = {"mean": mean_neighbours, "max": max_neighbours, "sum": sum_neighbours}[self.aggr]
@@ -200,18 +204,18 @@ class GATConv(_Conv):
     """
 
     def __init__(
-        self, in_channels: int | tuple[int, int], out_channels: int, *, heads: int = 1, concat: bool = True,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, *, concat: bool = True,
         negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
         residual: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
+        sources, own = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        super().__init__(sources, own, out_channels)
         validate.count("heads", heads)
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout is {dropout!r}, expected a probability, 0 to 1")
         self.recipe = Recipe(self_loops=add_self_loops, weighted=False)
         self.concat, self.negative_slope, self.dropout = concat, negative_slope, dropout
         shared = isinstance(in_channels, int)
-        sources, own = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.lin = nn.Linear(sources, heads * out_channels, bias=False) if shared else None
         self.lin_src = None if shared else nn.Linear(sources, heads * out_channels, bias=False)
         self.lin_dst = None if shared else nn.Linear(own, heads * out_channels, bias=False)
@@ -233,14 +237,16 @@ class GATConv(_Conv):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Features, graph: Graph, edge_weight: Tensor | None = None, *, relu: bool = False) -> Tensor:
+    def forward(
+        self, x: Features, edge_index: Graph, edge_weight: Tensor | None = None, *, relu: bool = False
+    ) -> Tensor:
         """Features [N, C_in] -> [N, H * C] or, without concat, [N, C]; ([S, C_s], [D, C_d]) -> [D, ...].
 
         ``relu`` comes last.
         """
         of_sources, of_own = self.lin or self.lin_src, self.lin or self.lin_dst
         assert of_sources is not None and of_own is not None
-        graph = self._tensors(graph, edge_weight, x, of_sources, of_own)
+        graph = self._tensors(edge_index, edge_weight, x, of_sources, of_own)
         sources, own = x if isinstance(x, tuple) else (x, x)
         # Scores are linear in the features, so a product of the weights computes features and scores in one pass. In
         # TF32 the scores differ from torch-geometric's by 1e-4, with the same error.
@@ -454,7 +460,8 @@ class GNN(nn.Module):
         validate.tensor("x", x, f"N {self.config.in_channels}", kinds="floating", like=self._first_conv.weight)
         if isinstance(edge_index, tuple):
             if edge_weight is not None or not isinstance(self._first_conv, SAGEConv):
-                raise ValueError("graphs of a sampled batch are for GraphSAGE without edge weights; pass a CSRGraph")
+                takes = "; only a GraphSAGE without edge weights takes a sampled batch's graphs"
+                raise ValueError(f"edge_index is a tuple, expected a tensor [2, E] or a CSRGraph{takes}")
             _check_sampled(x, edge_index, self.config.num_layers)
             return edge_index
         graph, wanted = edge_index, (self.recipe, accumulation_dtype(x.dtype))

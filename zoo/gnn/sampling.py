@@ -198,10 +198,14 @@ class NeighborSampler:
         self._rowptr, self._source = tensors.rowptr.to(self.device), tensors.source.to(self.device)
         self.num_nodes = len(self._rowptr) - 1
         if seeds is not None:
-            validate.tensor("seeds", seeds, "n", kinds=(torch.int64,), hint="; of a mask, mask.nonzero().view(-1)")
+            if getattr(seeds, "dtype", None) == torch.bool:
+                raise TypeError("seeds is a mask, expected ids of nodes: seeds=mask.nonzero().view(-1)")
+            validate.tensor("seeds", seeds, "n", kinds=(torch.int64,))
         self.seeds = torch.arange(self.num_nodes) if seeds is None else seeds.cpu()
-        if not len(self.seeds) or int(self.seeds.min()) < 0 or int(self.seeds.max()) >= self.num_nodes:
-            raise ValueError(f"seeds must be nodes of the graph, 0 to {self.num_nodes - 1}, and at least one")
+        if not len(self.seeds):
+            raise ValueError("seeds is empty, expected at least one node")
+        if len(wrong := self.seeds[(self.seeds < 0) | (self.seeds >= self.num_nodes)]):
+            raise ValueError(f"seeds holds {int(wrong[0])}, and the graph has nodes 0 to {self.num_nodes - 1}")
         if len(self.seeds.unique()) != len(self.seeds):
             raise ValueError("a node is several times among the seeds, and a batch holds each once; use seeds.unique()")
         self.fanouts, self.batch_size = tuple(fanouts), min(batch_size, len(self.seeds))
