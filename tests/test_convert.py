@@ -11,7 +11,7 @@ import torch
 import torch_geometric.nn as pyg
 import transformers
 from diffusers import UNet2DConditionModel
-from diffusers.models.attention_processor import SlicedAttnProcessor
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0, SlicedAttnProcessor
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchvision.models.quantization import resnet18 as quantizable
@@ -239,6 +239,10 @@ BY_HAND: list[tuple[Make, Any, str]] = [
             (("", "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
             (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
             (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
+            (
+                lambda module: module.set_attn_processor(IPAdapterAttnProcessor2_0(16, 32)),
+                r"is a IPAdapterAttnProcessor2_0.*call pipe\.unload_ip_adapter\(\)",
+            ),
             (lambda module: module.mid_block.attentions.append(nn.Identity()), "attentions.1=Identity"),
         ]
     ),

@@ -51,8 +51,8 @@ def test_it_is_the_same_module() -> None:
     assert graphed is model and type(graphed) is Stack and list(graphed.state_dict()) == keys
     with pytest.raises(ValueError, match="captured already; call zoo.uncompile"):
         zoo.cuda_graph(model)
-    with pytest.raises(ValueError, match="most_graphs is 0"):
-        zoo.cuda_graph(Stack(), most_graphs=0)
+    with pytest.raises(ValueError, match="most_graphs is 'a', expected a positive number"):
+        zoo.cuda_graph(Stack(), most_graphs="a")
     zoo.uncompile(model)
     with pytest.raises(ValueError, match="not captured: call zoo.cuda_graph"):
         zoo.captures(model)

@@ -338,6 +338,9 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
+AS_IT_IS = "zoo.compile_regions(model) compiles the blocks of any model as it is"  # the remedy of other classes
+
+
 def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:
     """Refuse an option of an upstream model, such as ``"torchvision's ResNet"``, by a ValueError."""
     raise ValueError(f"{whose} with {option}={value!r} is not supported: {why}")

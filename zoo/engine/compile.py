@@ -256,7 +256,10 @@ class RegionCost:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What ``warm_up`` spent. ``seconds`` is the whole call, and exceeds the sum of the costs by the time to run."""
+    """What ``warm_up`` spent, and in which modes.
+
+    ``seconds`` is the whole call, and exceeds the sum of the costs by the time to run.
+    """
 
     costs: tuple[RegionCost, ...]
     seconds: float
@@ -347,7 +350,8 @@ def warm_up(model: nn.Module, /, *args: Any, **kwargs: Any) -> WarmUp:
         RegionCost(group[0].region.__name__, sum(e.graphs for e in group), sum(e.seconds for e in group), group[0].name)
         for group in alike.values()
     ]
-    return WarmUp(tuple(costs), time.perf_counter() - started, mode_text(model))
+    modes = list(dict.fromkeys(entry.mode for entry in entries)) or [mode_text(model)]
+    return WarmUp(tuple(costs), time.perf_counter() - started, "; ".join(modes))
 
 
 def _run_backward(model: nn.Module, outputs: Any) -> None:

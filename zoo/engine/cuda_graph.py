@@ -267,8 +267,8 @@ def cuda_graph(
     """
     example = checked_example(args, kwargs)
     if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:
-        if most_graphs < 1:
-            raise ValueError(f"most_graphs is {most_graphs}, but at least one kind of call is to be captured")
+        if not isinstance(most_graphs, int) or most_graphs < 1:
+            raise ValueError(f"most_graphs is {most_graphs!r}, expected a positive number of kinds of call")
         if isinstance(outermost_call(fn), CapturingCall):
             raise ValueError(f"the calls of this {type(fn).__name__} are captured already; call zoo.uncompile(model)")
         set_call(fn, CapturingCall(fn, most_graphs, clone_outputs))

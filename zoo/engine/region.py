@@ -43,7 +43,11 @@ class Region:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.cls, type) and issubclass(self.cls, nn.Module)):
-            raise TypeError(f"a region is an nn.Module class, got {self.cls!r}; pass a module's class, as in [Block]")
+            got = repr(self.cls) if isinstance(self.cls, str) else f"a {type(self.cls).__name__}"
+            raise TypeError(
+                f"a region is an nn.Module class, got {got}; pass a module's class, as in [Block]. Inputs of a call "
+                "are args=(x,) or kwargs={...}"
+            )
         for name, kinds in {"dynamic": bool | None, "fullgraph": bool | None, "options": Mapping}.items():
             if not isinstance(value := getattr(self, name), kinds):
                 expected = "a dict" if name == "options" else "True, False or None"

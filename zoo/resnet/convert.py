@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.files import upstream
 from zoo.resnet.model import STEM_WIDTH, Join, ResNet, ResNetConfig, Unit
-from zoo.weights import Table, WeightMap, refuse_changed
+from zoo.weights import AS_IT_IS, Table, WeightMap, refuse_changed
 
 _WHOSE = "torchvision's ResNet"
 # A member of torchvision's weight enums, with or without the class.
@@ -44,7 +44,9 @@ def config_of(module: nn.Module) -> ResNetConfig:
     if not isinstance(module, torchvision.ResNet):
         raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
     if type(module) is not torchvision.ResNet:
-        raise ValueError(f"{type(module).__name__} is a subclass of torchvision's ResNet, whose forward may differ")
+        raise ValueError(
+            f"{type(module).__name__} is a subclass of torchvision's ResNet, whose forward may differ; {AS_IT_IS}"
+        )
     stages: list[Any] = [module.layer1, module.layer2, module.layer3, module.layer4]
     layers: Any = tuple(len(stage) for stage in stages)
     dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])

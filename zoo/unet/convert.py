@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo.files import locate, upstream
 from zoo.unet.blocks import SD, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import Placement, Table, WeightMap, refuse_changed, unsupported
+from zoo.weights import AS_IT_IS, Placement, Table, WeightMap, refuse_changed, unsupported
 
 CLASS = "UNet2DConditionModel"
 _WHOSE = f"diffusers' {CLASS}"
@@ -140,7 +140,9 @@ def config_of(module: nn.Module) -> UNetConfig:
     if not isinstance(module, theirs):
         raise NotImplementedError(f"{type(module).__name__} is not a diffusers UNet2DConditionModel")
     if type(module) is not theirs:
-        raise ValueError(f"{type(module).__name__} is a subclass of UNet2DConditionModel, whose forward may differ")
+        raise ValueError(
+            f"{type(module).__name__} is a subclass of UNet2DConditionModel, whose forward may differ; {AS_IT_IS}"
+        )
     config = convert_config(dict(module.config))
     _check_unchanged(module, skeleton(config))
     return config
@@ -160,10 +162,10 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
         raise ValueError("FreeU is on, which is not supported; call disable_freeu() first")
     for name, processor in module.attn_processors.items():
         if type(processor) not in (AttnProcessor, AttnProcessor2_0):
-            raise ValueError(
-                f"{name} is a {type(processor).__name__}, which is not supported; call unfuse_qkv_projections() or "
-                "set_attn_processor(AttnProcessor2_0()) first"
-            )
+            kind, remedy = type(processor).__name__, "pipe.unload_ip_adapter()"
+            if "IPAdapter" not in kind:
+                remedy = "unfuse_qkv_projections() or set_attn_processor(AttnProcessor2_0())"
+            raise ValueError(f"{name} is a {kind}, which is not supported; call {remedy} first")
     theirs = {
         name.replace(".base_layer", ""): child.get_base_layer() if hasattr(child, "get_base_layer") else child
         for name, child in module.named_modules()

@@ -233,7 +233,8 @@ class UNet(nn.Module):
             if value is not None:
                 raise ValueError(f"{name} is given, which is not supported; leave it out")
         if cross_attention_kwargs and cross_attention_kwargs != {"scale": 1.0}:
-            raise ValueError(f"cross_attention_kwargs is {cross_attention_kwargs}: merge LoRA weights and leave it out")
+            has = f"cross_attention_kwargs has {sorted(cross_attention_kwargs)}"
+            raise ValueError(f"{has}, and only a scale of 1 is taken: LoRA weights are merged when a UNet is converted")
         _check_sample(sample, config, weight)
         batch = sample.shape[0]
         if not isinstance(timestep, TimeShifts):

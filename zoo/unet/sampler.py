@@ -276,6 +276,8 @@ class Sampler:
                 conditions[key] = self._joined(values, "X", {}).to(model.device)
             sizes = {"D": model.config.cross_attention_dim}
             keys_values = model.text_keys_values(self._joined(texts, "L D", sizes)).keys_values
+            if model.config.addition_embed_type is not None and not conditions:
+                raise ValueError("added is missing: this model takes added={'text_embeds': ..., 'time_ids': ...}")
             shifts = model.time_shifts(schedule.timesteps[:, None].to(model.device), conditions).shifts
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
@@ -298,8 +300,9 @@ class Sampler:
         """Join both sides of guidance, each [B, ...] or [1, ...] with trailing dimensions ``names``: [R, ...]."""
         rows: list[Tensor] = []
         for name, given in sides.items():
-            shapes = f"{self.shape[0]} {names} | 1 {names}"
-            validate.tensor(name, given, shapes, sizes=sizes, hint="; one row stands for all images")
+            shapes = " | ".join(dict.fromkeys([f"{self.shape[0]} {names}", f"1 {names}"]))
+            alike = f", as {next(iter(sides))} has" if rows else ""
+            validate.tensor(name, given, shapes, sizes=sizes, hint=f"{alike}; one row stands for all images")
             sizes = dict(zip(names.split(), given.shape[1:], strict=True))
             rows.append(given.expand(self.shape[0], *given.shape[1:]))
         return torch.cat(rows)
@@ -309,4 +312,4 @@ def _check_run(schedule: Schedule, scale: float) -> None:
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule is a {type(schedule).__name__}, expected what make_schedule gives")
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale) or scale < 0:
-        raise ValueError(f"guidance_scale is {scale!r}, expected a number; up to 1 there is no guidance")
+        raise ValueError(f"guidance_scale is {scale!r}, expected a number of at least 0; up to 1 there is no guidance")
