@@ -77,7 +77,7 @@ def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]
 
 
 class _NoMetadata:
-    """Stands for the metadata of a kernel that is not compiled yet: every field is None, but those of descriptors."""
+    """Stands for the metadata of a kernel that is not compiled yet: its descriptors, and None for any other field."""
 
     def __init__(self, signature: dict[str, Any]) -> None:
         # A launcher asks only whether they are there, as they are for each descriptor on a GPU with TMA.
