@@ -312,7 +312,7 @@ CONDITIONS, WIDER = ({"text_embeds": drawn(2, width), "time_ids": SIZES} for wid
         ("sd", {"guidance_scale": "7"}, ValueError, "guidance_scale is '7'"),
         ("sd", {"schedule": 7}, TypeError, "schedule is a int"),
         ("sd", {"added": CONDITIONS, "negative_added": CONDITIONS}, ValueError, r"has .*, and this model takes \[\]"),
-        ("xl", {}, ValueError, "added is missing: this model takes added=.*text_embeds"),
+        ("xl", {}, ValueError, r"has \[\], and this model takes \['text_embeds', 'time_ids'\].* as added"),
         ("xl", {"added": CONDITIONS}, TypeError, r"negative_added\['text_embeds'\] is a NoneType, expected .*\[2, X\]"),
         ("xl", {"negative_added": CONDITIONS, "added": WIDER}, ValueError, r"\[2, 13\], expected \[2, 12\] or"),
         (

@@ -473,9 +473,9 @@ def notes(found: Measured, device: str) -> Iterator[str]:
     for arm in found.arms:
         if not arm.right:
             yield (
-                f"! {arm.name} computes something else than eager, so it is not recommended. (A "
-                "forward that draws random numbers differs from call to call, and weights that are neither loaded nor "
-                "drawn by torch's, numpy's or Python's generators from process to process.)"
+                f"! {arm.name} computes something else than eager, so it is not recommended. (A forward "
+                "that draws random numbers differs from call to call, and weights that are neither loaded nor drawn by "
+                "torch's, numpy's or Python's generators from process to process.)"
             )
         elif not arm.failure and arm.spread > UNUSABLE:
             yield f"! {arm.name} is not recommended: its spread, {arm.spread:.0%}, makes its time unusable."

@@ -147,8 +147,8 @@ def _recompiled(plan: Plan) -> Iterator[str]:
             if shown or found.region.graphs is not None:
                 continue  # as many as the call needed, or counted against the budget given
             # Code mostly branches on a rate of zero.
-            zero, selecting = Attribute("float", "0.0"), plan.selecting[cls]
-            chosen = tuple(each for each in entry.signature[1] if each[0] in selecting or each[1] == zero)
+            zero = Attribute("float", "0.0")
+            chosen = tuple(each for each in entry.signature[1] if each[0] in found.choices or each[1] == zero)
             key = cls, entry.structure, chosen, entry.mode, entry.inputs
             remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
         if key in seen:

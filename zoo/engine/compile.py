@@ -37,7 +37,7 @@ from zoo.engine.graph_log import GRAPH_LOG, Entry, recompile_reason
 from zoo.engine.lifted import Checked
 from zoo.engine.observe import Example, checked_example, given_example, undisturbed
 from zoo.engine.region import Region
-from zoo.engine.signature import check_model, choices_of, without_ddp
+from zoo.engine.signature import check_model, without_ddp
 from zoo.engine.signature import mode as mode_text
 
 # A warning names a region that compiled for so many shapes of its inputs.
@@ -72,7 +72,6 @@ class Plan:
     told: set[str] = field(default_factory=set)  # warnings that were given, by region or subject
     by_call: bool = False  # whether the regions were chosen by what a call showed
     loaded: set[str] = field(default_factory=set)  # folders of load_compiled
-    selecting: dict[type[nn.Module], set[str]] = field(default_factory=dict)  # attributes that select code, by region
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name; ValueError if one is gone."""
@@ -107,7 +106,9 @@ def compiled_plan(model: nn.Module) -> Plan:
     if (plan := plan_of(model)) is None:
         remedy = "call zoo.compile_regions(model) first (a deepcopy or unpickled model is eager until then)"
         if parts := [name for name, part in model.named_modules() if part in _PLANS]:
-            remedy = f"zoo.compile_regions was called on its part {parts[0]}, to which this applies as well"
+            remedy = (
+                f"zoo.compile_regions was called on its part {parts[0]}: pass that part, or compile the whole model"
+            )
         raise ValueError(f"{type(model).__name__} has no compiled regions: {remedy}")
     return plan
 
@@ -223,9 +224,7 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         IdleWatch(model, list(modules.values()))
     pending = {each.region: each for each in report.obstacles if not (each.certain or each.expected)}
     told = {each.region for each in report.obstacles if each.certain}
-    selecting = {region.cls: choices_of(group.values()) for region, group in chosen.items()}
-    log_id = GRAPH_LOG.watch(model, modules)
-    _PLANS[model] = Plan(report, log_id, choices, pending, told, example is not None, selecting=selecting)
+    _PLANS[model] = Plan(report, GRAPH_LOG.watch(model, modules), choices, pending, told, example is not None)
     if _warn_of_excess not in GRAPH_LOG.listeners:
         GRAPH_LOG.listeners.append(_warn_of_excess)
 

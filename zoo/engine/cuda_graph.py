@@ -308,7 +308,7 @@ def captures(module: nn.Module) -> Captures:
     """
     if not isinstance(module, nn.Module):
         given = f"module is a {type(module).__name__}, expected a model given to zoo.cuda_graph without an example"
-        raise TypeError(f"{given}; what was captured by one replays in each call")
+        raise TypeError(f"{given}; a step captured by an example replays in each call")
     call = outermost_call(module)
     if not isinstance(call, CapturingCall):
         raise ValueError(f"the calls of this {type(module).__name__} are not captured: call zoo.cuda_graph(model)")

@@ -67,7 +67,8 @@ class FoundRegion:
     module that meets several kinds of input stands in several of them. ``device_share`` is the region's part of the
     model's device time, 0 to 1, or None when it was not measured; ``weight_share`` its part of the model's weights,
     those of ``nn.Embedding`` apart, which are looked up and not multiplied. ``at_least`` says that there may be more
-    graphs: dicts or objects that ``forward`` reads hold other values in some modules.
+    graphs: dicts or objects that ``forward`` reads hold other values in some modules. ``choices`` are the attributes
+    that choose code, with two values in its modules.
     """
 
     region: Region
@@ -76,6 +77,7 @@ class FoundRegion:
     device_share: float | None = None
     weight_share: float = 0.0
     at_least: bool = False
+    choices: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -217,7 +219,8 @@ def report_on(
             (groups[static, None] if alike is None else alike).append(name)
         # A layer may be dropped at random in training.
         dropped = not declared and model.training and len(skipped) < len(modules)
-        obstacles += list(_obstacles(region, modules, observed, symbols, () if dropped else skipped))
+        choices = choices_of(modules.values())
+        obstacles += list(_obstacles(region, modules, observed, choices.union(symbols), () if dropped else skipped))
         # Most code reads no rate in eval mode; a call shows whether this code does.
         looked = model.training or example is not None
         zeros = list(_zero_rates(region, modules, observed, lifted[region])) if looked else []
@@ -231,7 +234,8 @@ def report_on(
         floats = any(not each.reads.isdisjoint(lifted[region].floats) for each in map(observed.get, modules) if each)
         unseen = not observed and bool(symbols)  # only a call shows what depends on these numbers
         at_least = bool(zeros or passed.varying or differ or floats or unseen) or _contents_differ(modules, observed)
-        found.append(FoundRegion(region, signatures, differences, shares.get(region.cls), share, at_least))
+        of_device = shares.get(region.cls)
+        found.append(FoundRegion(region, signatures, differences, of_device, share, at_least, frozenset(choices)))
     why = "" if chosen else nothing_repeats(model)
     return RegionReport(
         type(model).__name__, tuple(found), tuple(obstacles), declared, regions is not None, why
@@ -385,8 +389,9 @@ def nothing_repeats(model: nn.Module) -> str:
 
 
 def _obstacles(
-    region: Region, modules: Modules, observed: Seen, symbols: Collection[str], skipped: Iterable[str]
+    region: Region, modules: Modules, observed: Seen, skip: Collection[str], skipped: Iterable[str]
 ) -> Iterator[Obstacle]:
+    """What costs graphs or hides a region; attributes to ``skip`` are symbols, or choose code."""
     cls = region.cls
     if "forward" not in vars(cls):
         owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -395,7 +400,6 @@ def _obstacles(
             f"inherits forward from {owner.__name__}, and classes that share a forward share one recompile limit and "
             f"one guard list; define forward in {cls.__name__} itself",
         )
-    skip = choices_of(modules.values()).union(symbols)
     for group in _by_structure(modules):
         attributes = [_read(name, module, observed, configuration=False) for name, module in group.items()]
         for key in attributes[0]:

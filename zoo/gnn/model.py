@@ -137,7 +137,7 @@ class SAGEConv(_Conv):
         self, in_channels: int | tuple[int, int], out_channels: int, aggr: str = "mean", *, normalize: bool = False,
         root_weight: bool = True, project: bool = False, bias: bool = True, input_layer: bool = False,
     ) -> None:  # fmt: skip
-        sources, destinations = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        sources, destinations = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
         super().__init__(sources, destinations, out_channels)
         if aggr not in ("mean", "max", "sum"):
             raise ValueError(f"aggr is {aggr!r}, expected 'mean', 'max' or 'sum'")
@@ -208,7 +208,7 @@ class GATConv(_Conv):
         negative_slope: float = 0.2, dropout: float = 0.0, add_self_loops: bool = True, bias: bool = True,
         residual: bool = False,
     ) -> None:  # fmt: skip
-        sources, own = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        sources, own = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
         super().__init__(sources, own, out_channels)
         validate.count("heads", heads)
         if not 0.0 <= dropout <= 1.0:

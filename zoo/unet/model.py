@@ -371,7 +371,7 @@ def _check_conditions(
     width: Any = config.addition_time_embed_dim
     wanted = [] if config.addition_embed_type is None else ["text_embeds", "time_ids"]
     if sorted(added) != wanted:
-        remedy = f"pass {' and '.join(wanted)}" if wanted else "leave it out"
+        remedy = f"pass {' and '.join(wanted)}, to a Sampler as added" if wanted else "leave it out"
         raise ValueError(f"added_cond_kwargs has {sorted(added)}, and this model takes {wanted}: {remedy}")
     if wanted:
         text, sizes = added["text_embeds"], added["time_ids"]

@@ -276,8 +276,6 @@ class Sampler:
                 conditions[key] = self._joined(values, "X", {}).to(model.device)
             sizes = {"D": model.config.cross_attention_dim}
             keys_values = model.text_keys_values(self._joined(texts, "L D", sizes)).keys_values
-            if model.config.addition_embed_type is not None and not conditions:
-                raise ValueError("added is missing: this model takes added={'text_embeds': ..., 'time_ids': ...}")
             shifts = model.time_shifts(schedule.timesteps[:, None].to(model.device), conditions).shifts
             state = self._state
             if state is None or not state.fits(schedule, shifts, keys_values):
