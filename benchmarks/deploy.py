@@ -93,10 +93,9 @@ def main(
         try:
             runs.start(starts[0])
             for start in starts[1:]:
-                if start.source == FILLED:
-                    runs.start(replace(start, processes=[]))  # fills them
-                elif start.source == CACHES and not any(s.case == start.case and s.source == EMPTY for s in starts):
-                    runs.start(replace(start, source=EMPTY, processes=[]))  # writes them
+                emptied = any(each.case == start.case and each.source == EMPTY for each in starts)
+                if start.source in (FILLED, CACHES) and not emptied:
+                    runs.start(replace(start, source=EMPTY, processes=[]))  # fills them
             for _ in range(processes):
                 for start in starts[1:]:
                     runs.start(start)
@@ -112,7 +111,7 @@ def main(
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts processes in a folder and keeps their reports."""
+    """Starts processes in a folder and keeps their reports. An arm's first process with empty caches fills them."""
 
     folder: Path
     workload: str
@@ -131,8 +130,9 @@ class Processes:
         """Start one more process of an arm, and add its report, or its failure, to the arm."""
         if start.reason:
             return
-        arm = "-".join(start.case.arm.split())
-        caches = self.folder / (arm if start.source == FILLED else f"empty-{time.monotonic_ns()}")
+        filled = self.folder / "-".join(start.case.arm.split())
+        keep = start.source == FILLED or start.source == EMPTY and not filled.exists()
+        caches = filled if keep else self.folder / f"empty-{time.monotonic_ns()}"
         told = self._run(
             start.case,
             caches,
@@ -142,7 +142,7 @@ class Processes:
             save=start.source == EMPTY and start.case.strategy != "eager",
             at=time.time(),
         )
-        if start.source != FILLED:
+        if not keep:
             shutil.rmtree(caches, ignore_errors=True)
         if isinstance(told, str):
             start.reason = told
