@@ -415,7 +415,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 # What these packages hold is half of what Dynamo guards in a block, and nobody replaces it there.
-_LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "operator", "typing"}
+_LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "_operator", "operator", "types", "typing"}
+_IS_IMPORTED = re.compile(rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$").match  # a module, by Dynamo
 
 
 def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[bool]:
@@ -468,10 +469,11 @@ def is_fixed(name: str, kind: str, value: object, held: Mapping[str, Any], of_li
     A name of the user's module may be set to another function of torch, and so may what an object or a dict holds.
     """
     if "." in name:
-        inside = _is_library_code(held.get(name.rpartition(".")[0])) or kind == "DUPLICATE_INPUT"
+        holder = name.rpartition(".")[0]
+        inside = _is_library_code(held.get(holder)) or _IS_IMPORTED(holder) or kind == "DUPLICATE_INPUT"
     else:
         inside = name.startswith("G['__") or of_library  # the former are Dynamo's
-    return inside and _is_library_code(value)
+    return bool(inside) and _is_library_code(value)
 
 
 def in_library(space: Mapping[str, Any]) -> bool:

@@ -51,6 +51,7 @@ _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.ke
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
+_TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}  # which pickle seeks in builtins
 
 
 class UnsavableError(ValueError):
@@ -116,6 +117,8 @@ class _Pickler(pickle.Pickler):
             return value.recipe
         if isinstance(value, types.ModuleType):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, type) and value in _TYPES:
+            return getattr, (types, _TYPES[value])
         if isinstance(value, types.CodeType):
             # Dynamo puts constants into code that marshal does not know, such as dtypes and devices.
             return _code, (marshal.dumps(value.replace(co_consts=())), value.co_consts)
@@ -241,7 +244,7 @@ class LoadedCheck:
             if ask() != wanted:
                 return False
         try:
-            tensors = self._look(arguments, self._space, sys.modules, self._saved.constants)
+            tensors = self._look(arguments, self._space, self._saved.constants)
             for name in self._read:  # a tensor of the module, which may have been replaced
                 self.globals[name] = self._space[name]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -293,8 +296,6 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
         elif kind == "CLOSURE_MATCH" and isinstance(value, types.FunctionType) and not _has_name(value):
             # Behind a decorator, say. Dynamo compares the code as well, and guards what it closes over on its own.
             writer.ask(f"{writer.constant(SameCode(value.__code__))}({writer.text(guard.name)})")
-        elif kind in _IDENTITY and isinstance(value, types.ModuleType):
-            writer.ask(f"{writer.text(guard.name)} is M[{value.__name__!r}]")
         elif kind in _IDENTITY or (kind in _CONSTANT and isinstance(value, bool | None)):
             writer.ask(f"{writer.text(guard.name)} is {writer.constant(value)}")
         elif kind in _CONSTANT:
@@ -313,7 +314,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
         else:
             raise UnsavableError(f"its guards look at {guard.name or 'the process'} ({kind})")
     body = "\n    ".join([*writer.lines, f"return ({''.join(f'{each}, ' for each in tensors)})"])
-    return SavedCheck(f"def check(L, G, M, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
+    return SavedCheck(f"def check(L, G, K):\n    {body}\n", writer.constants, list(tensors.values()), traced.state)
 
 
 class SameCode:
@@ -348,6 +349,7 @@ class _Writer(ast.NodeTransformer):
         self._names: dict[str, str] = {}
         self.lines: dict[str, None] = {}  # in order, each once
         self.constants: list[Any] = []
+        self._places: dict[int, int] = {}  # of constants, by identity
 
     def ask(self, condition: str) -> None:
         """A condition without which the check fails."""
@@ -365,8 +367,10 @@ class _Writer(ast.NodeTransformer):
         plain = type(value) in (bool, int, str, type(None))  # an enum may be a string too
         if plain or (type(value) is float and abs(value) < 1e300):
             return repr(value)
-        self.constants.append(value)
-        return f"K[{len(self.constants) - 1}]"
+        place = self._places.setdefault(id(value), len(self.constants))
+        if place == len(self.constants):
+            self.constants.append(value)
+        return f"K[{place}]"
 
     def text(self, code: str) -> str:
         """The name that an expression has been computed to; of a comparison, the comparison of such names."""
@@ -412,7 +416,7 @@ class _Writer(ast.NodeTransformer):
     def _of_globals(self, name: str) -> str:
         value = self._space.get(name)
         if name.startswith("__import_") and isinstance(value, types.ModuleType):
-            return f"M[{value.__name__!r}]"
+            return self.constant(value)  # imported when the file is loaded
         if name not in self._space or name.startswith("__"):
             raise UnsavableError(f"its guards look at {name}, which the compiler made")
         return f"G[{name!r}]"
