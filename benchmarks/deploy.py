@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.cli import UsageError, pick, require_zoo, run_command
-from benchmarks.machine import cache_environment, python_path, row
+from benchmarks.machine import cache_environment, python_environment, row
 from benchmarks.plan import WORKLOADS, Case, matching
 from benchmarks.record import ARTIFACTS, CACHES, EMPTY, FILLED, Process, Rows, Saved, Start, Store, device_name
 from benchmarks.report.cells import mebibytes, significant
@@ -131,7 +131,7 @@ class Processes:
         if start.reason:
             return
         filled = self.folder / "-".join(start.case.arm.split())
-        keep = start.source == FILLED or start.source == EMPTY and not filled.exists()
+        keep = start.source == FILLED or (start.source == EMPTY and not filled.exists())
         caches = filled if keep else self.folder / f"empty-{time.monotonic_ns()}"
         told = self._run(
             start.case,
@@ -160,7 +160,7 @@ class Processes:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "benchmarks.fresh", json.dumps(asked)],
-                env={**os.environ, **cache_environment(caches), **python_path()},
+                env={**os.environ, **cache_environment(caches), **python_environment()},
                 capture_output=True, text=True, timeout=self.timeout, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.machine import INDUCTOR_CACHE, ROOT, cut, python_path
+from benchmarks.machine import INDUCTOR_CACHE, ROOT, cut, python_environment
 
 REASON_LENGTH = 600
 MESSAGE_LENGTH = 400
@@ -58,7 +58,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.process"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **python_path(), **environment},
+            env={**os.environ, **python_environment(), **environment},
             # A separate process group: Ctrl-C reaches only the harness, and a kill includes the compile workers.
             start_new_session=True,
         )  # fmt: skip

@@ -1,6 +1,8 @@
 """The worker: its messages, what it measures, what the compiler and the machine did, failures with a reason."""
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 
 from benchmarks import harness, machine, startup, timing
 from benchmarks.compiler import Recorder, _breaks, _phases, other_cache
-from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory
+from benchmarks.machine import Monitor, cache_contents, cache_environment, device_facts, free_memory, python_environment
 from benchmarks.process import ROOT, Worker, WorkerFailure
 from benchmarks.record import KernelTime
 from benchmarks.report.cells import race_notes
@@ -221,6 +223,15 @@ class Stages(Sequence):
         for block in self.blocks:
             x = block(x.repeat(1, 2) if x.size(1) < block.linear.in_features else x)
         return x
+
+
+def test_processes_cache_bytecode_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    done = subprocess.run(
+        [sys.executable, "-c", "import benchmarks, sys; print(sys.dont_write_bytecode)"],
+        env={**os.environ, **python_environment()}, cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False"]
 
 
 def test_folders_are_switched_for_a_while_and_kernels_compiled_elsewhere_are_forgotten(tmp_path, monkeypatch):
