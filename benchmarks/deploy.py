@@ -193,7 +193,8 @@ def _table(starts: Sequence[Start], rows: Rows) -> str:
     title = f"**{case.model}, {case.input}, {'training, ' if case.workload == 'train' else ''}{case.dtype}**"
     origin = f"{device_name(environment, case.device)}, torch {torch}, commit {commit}. Measure it again:"
     body = markdown(HEAD, [_row(start) for start in starts if start.processes])
-    notes = f"Medians of {max(len(each.processes) for each in starts)} processes. {' '.join(_notes(starts))} {origin}"
+    most = max(len(each.processes) for each in starts)
+    notes = f"Medians of up to {most} processes. {' '.join(_notes(starts))} {origin}"
     return "\n\n".join([title, body, notes, f"```sh\n{starts[0].command}\n```"])
 
 

@@ -351,6 +351,17 @@ def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words,
     assert not (tmp_path / "harm").exists()
 
 
+def test_flags_of_the_process_that_differ_are_named_once(folder: Path) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(zoo.ArtifactError) as raised:
+            loaded(folder)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert str(raised.value).count("cuda.matmul.allow_tf32 was False, is True: set it as it was before zoo.load") == 1
+
+
 def test_regions_of_another_model_are_refused(tmp_path: Path) -> None:
     blocks = nn.Sequential(*Shifts().blocks).eval()
     zoo.compile_regions(blocks, regions=[zoo.Region(Shifted, graphs=1)])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plan import Case
-from benchmarks.record import ARTIFACTS, EMPTY, Compile, KernelTime, Start, Work
+from benchmarks.record import ARTIFACTS, EMPTY, FILLED, Compile, KernelTime, Start, Work
 from benchmarks.report import cells
 from benchmarks.report.cells import NOTHING, significant, speedup_and_verdict
 from benchmarks.report.model import SELECTING, UPSTREAM, MeasuredArm, MeasuredRace, select
@@ -22,8 +22,8 @@ HEADLINE = (
 )  # fmt: skip
 BRIEF = ("model, input", "ms: theirs / ours", "times faster", "cold s: theirs / ours")
 FRONT = (
-    "model, input", "cold s: whole / theirs / ours", "warm s: whole / theirs / ours", "new process s: theirs / ours",
-    "ms a call: theirs / ours", "times faster",
+    "model, input", "cold s: whole / theirs / ours", "warm s: whole / theirs / ours",
+    "new process s: whole / eager / ours", "ms a call: theirs / ours", "times faster",
 )  # fmt: skip
 # {input: the input on which its new processes are measured}: for decoding, a whole answer.
 STARTED_ON = {"decode-1x1024": "answer-1x2048"}
@@ -315,7 +315,7 @@ def front(first: Mapping[str, MeasuredRace | None], starts: Iterable[Start]) -> 
         figures = [missing] * 5
         if race is not None:
             where = race.case.model, STARTED_ON.get(race.case.input, race.case.input)
-            arms = f"upstream eager, {EMPTY}", f"zoo regional + CUDA graph, {ARTIFACTS}"
+            arms = f"upstream full, {FILLED}", f"upstream eager, {EMPTY}", f"zoo regional + CUDA graph, {ARTIFACTS}"
             seconds = [significant(totals.get((*where, arm))) for arm in arms]
             compiled = compiled_arms(race)
             warms = [arm.warm.seconds if arm and arm.warm else None for arm in compiled]

@@ -32,8 +32,16 @@ from zoo.engine.graph_log import GRAPH_LOG
 from zoo.engine.region import Region
 from zoo.engine.saved_graph import LoadedCheck, SavedGraph, UnsavableError, write_graph
 from zoo.engine.signature import own_class
+from zoo.engine.traced import torch_state
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
+_MATMUL = "torch.backends.cuda.matmul.allow"
+_FLAGS = {
+    "allow_tf32": f"{_MATMUL}_tf32",
+    "allow_fp16_reduce": f"{_MATMUL}_fp16_reduced_precision_reduction",
+    "allow_bf16_reduce": f"{_MATMUL}_bf16_reduced_precision_reduction",
+    "deterministic_algorithms": "torch.use_deterministic_algorithms",
+}
 _PARTS = {"fingerprint": dict, "sources": dict, "choices": dict | None, "entries": list, "files": dict, "skipped": dict}
 _OF_FILE = {"bytes", "sha256"}
 
@@ -223,7 +231,7 @@ def load_compiled(
         if not index["entries"]:
             problems.append(f"it holds no graph ({next(iter(index['skipped'].values()), 'nor a reason')})")
     if problems:
-        message = f"{path}: {'; '.join(problems)}"
+        message = f"{path}: {'; '.join(dict.fromkeys(problems))}"
         if strict:
             raise ArtifactError(message)
         usual = "What was not loaded is compiled as usual, in zoo.enforce_budget too"
@@ -452,12 +460,15 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     for entry in index["entries"]:
         data = _checked(path / Path(entry["file"]).name, entry, problems)
         served = calls.get(entry["region"], [])
-        if not served and (problem := f"{entry['region']} is no compiled region of this model") not in problems:
-            problems.append(problem)
+        if not served:
+            problems.append(f"{entry['region']} is no compiled region of this model")
         if data is None or not served:
             continue
         try:
             saved: SavedGraph = pickle.loads(data)
+            if differing := _differing_flags(saved.check.state):
+                problems += differing
+                continue
             code, space = saved.code, served[0].forward.__globals__
             noted = functools.partial(GRAPH_LOG.note_loaded, entry["file"])
             check = LoadedCheck(saved, space, noted)
@@ -468,6 +479,16 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
         except Exception as error:  # a changed module may raise anything
             problems.append(f"{entry['file']} cannot be loaded: {type(error).__name__}: {error}")
     return problems
+
+
+def _differing_flags(saved: Mapping[str, Any]) -> list[str]:
+    """Flags of the process in which a graph would serve no call, as a server sets them once."""
+    state = torch_state()
+    return [
+        f"{flag} was {saved[name]}, is {state[name]}: set it as it was before zoo.load_compiled"
+        for name, flag in _FLAGS.items()
+        if saved[name] != state[name]
+    ]
 
 
 def _checked(path: Path, written: Mapping[str, Any], problems: list[str]) -> bytes | None:
