@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.run --family llm --input 4x2048 --workload train --parallel fsdp
 
-All processes run every arm in turn; in other races each arm has its own process. Under ``ddp`` and ``fsdp`` each
-process trains on its own batches, which are ready on the device; under ``tp`` all processes have the same batches.
+All processes run every arm in turn; in other races each arm has its own process. Under ``tp`` all processes have the
+same batches; otherwise each trains on its own, which are ready on the device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ from zoo.training import parallelize
 from zoo.training.parallel import collective_obstacles
 
 # {value of --parallel: dimension of the mesh}.
-WAYS = {"ddp": "dp_replicate", "fsdp": "dp_shard", "tp": "tp"}
+WAYS = {"ddp": "dp_replicate", "fsdp": "dp_shard", "zero2": "dp_shard", "tp": "tp"}
+# Options of fully_shard. ZeRO-2 gathers weights once a step: blocks keep them from the forward to the backward.
+SHARDING: dict[str, dict[str, Any]] = {"zero2": {"reshard_after_forward": False}}
 # (implementation, strategy, CUDA graph). Upstream's plans for tp need models that it loads from a file.
 ARMS = (("zoo", "eager", False), ("zoo", "regional", False), ("zoo", "regional", True), ("upstream", "regional", False))
 # FSDP2 frees memory that NCCL would register in a captured step. Not every machine with NVLink supports multicast.
@@ -285,7 +287,8 @@ def _spread(case: Case, prepared: Prepared, group: _Group) -> nn.Module:
         return zoo.compile_regions(model, **how) if compiles else model
     # The wrappers around an LLM or a Bert have no layers to split.
     found = model if group.way != "tp" else next((m for m in model.modules() if isinstance(m, LLM | Bert)), model)
-    spread = parallelize(found, group.mesh, compile=compiles, **(how if compiles else {}))
+    sharding = SHARDING.get(group.way)
+    spread = parallelize(found, group.mesh, compile=compiles, sharding=sharding, **(how if compiles else {}))
     if group.way != "tp":
         return spread
     if isinstance(model, ZooStep):  # the step's cache has all heads
@@ -314,8 +317,10 @@ def _spread_upstream(model: nn.Module, how: dict[str, Any], group: _Group) -> nn
             block.compile(**how)
     if group.way == "ddp":
         return nn.parallel.DistributedDataParallel(model, device_mesh=group.mesh)
-    for module in (*blocks, model) if group.way == "fsdp" else ():
-        fully_shard(module, mesh=group.mesh)
+    if WAYS.get(group.way) == "dp_shard":
+        for block in blocks:
+            fully_shard(block, mesh=group.mesh, **SHARDING.get(group.way, {}))
+        fully_shard(model, mesh=group.mesh)
     return model
 
 

@@ -46,7 +46,7 @@ def main(
     rounds: Annotated[int | None, typer.Option(help="Rounds of a race; 30 by default, 20 with --quick.")] = None,
     curve: Annotated[int, typer.Option(help="Steps of each arm's loss curve; needs --workload train.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, generated inputs and the order of arms.")] = 0,
-    parallel: Annotated[str, typer.Option(help="ddp, fsdp or tp: spread arms over the processes of torchrun.")] = "",
+    parallel: Annotated[str, typer.Option(help="ddp, fsdp, zero2 or tp: spread arms over torchrun's processes.")] = "",
     list_: Annotated[bool, typer.Option("--list", help="Show models, inputs and arms without measuring.")] = False,
 ) -> int:
     """Measure the models of a family, ours and the upstream library's: eager, compiled whole and by regions."""

@@ -59,7 +59,7 @@ class LlmWorkload(base.Workload):
         *("decode-1x1024", "decode-8x1024", "decode-32x1024", "decode-128x1024"),
         *("prefill-1x2048", "prefill-1x8192", "prefill-4x2048", "answer-1x2048"),
         *("decode-1x64", "prefill-1x32", "answer-1x32"),
-        *("1x2048", "4x2048", "1x8192", "1x32768", "1x65536", "1x131072", "2x16"),
+        *("1x2048", "4x2048", "8x2048", "1x8192", "1x32768", "1x65536", "1x131072", "2x16"),
     )
 
     workloads = ("inference", "train")
