@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -351,14 +351,19 @@ def test_what_does_not_fit_is_named_and_compiled_as_usual(folder, damage, words,
     assert not (tmp_path / "harm").exists()
 
 
-def test_flags_of_the_process_that_differ_are_named_once(folder: Path) -> None:
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Restores what a test sets."""
     before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision")
+def test_flags_of_the_process_that_differ_are_named_once(folder: Path) -> None:
     torch.set_float32_matmul_precision("high")
-    try:
-        with pytest.raises(zoo.ArtifactError) as raised:
-            loaded(folder)
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with pytest.raises(zoo.ArtifactError) as raised:
+        loaded(folder)
     assert str(raised.value).count("cuda.matmul.allow_tf32 was False, is True: set it as it was before zoo.load") == 1
 
 
@@ -578,9 +583,12 @@ def test_the_command_compiles_and_tells(tmp_path, capsys, monkeypatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("precision")
 def test_the_command_compiles_what_a_session_calls(tmp_path: Path) -> None:
     folder = str(tmp_path / "compiled")
-    assert main(["compile", "llm-debug", "--input", "decode-1x16", "--out", folder]) == 0
+    words = ["--matmul-precision", "high", "--input", "decode-1x16", "--out", folder]
+    assert main(["compile", "llm-debug", *words]) == 0
+    assert torch.get_float32_matmul_precision() == "high"
     model = zoo.load_compiled(zoo.create("llm-debug"), folder, strict=True)
     before = graphs()
     Session(model, 1, 16).generate([[1, 2, 3]], max_new_tokens=4)

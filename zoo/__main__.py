@@ -56,6 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     compiles.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
     compiles.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     compiles.add_argument("--train", action="store_true", help="a step with gradients, in place of inference_mode")
+    compiles.add_argument(
+        "--matmul-precision", choices=("highest", "high", "medium"), default="highest",
+        help="torch.set_float32_matmul_precision of the program that will load (default: highest, which is torch's)",
+    )  # fmt: skip
     compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
     compiles.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to overwrite")
     compiles.set_defaults(command=_compile)
@@ -77,6 +81,7 @@ def _compile(given: argparse.Namespace) -> None:
         raise ValueError(
             f"{given.name!r} is no preset of zoo list; zoo.save_compiled(model, folder) saves your own model"
         )
+    torch.set_float32_matmul_precision(given.matmul_precision)
     device = advise.device_of(given.device)
     config = {name: _value(value) for name, value in map(_pair, given.set)}
     model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)
