@@ -45,7 +45,10 @@ ARMS = (
     ("upstream", "full", False, CACHES),
     ("upstream", "full", False, FILLED),
 )
-HEAD = ("process", "imports", "context", "model", "load", "first call", "capture", "total", "call", "host")
+HEAD = (
+    *("process", "total s", "imports s", "context s", "model s", "load s", "first call s", "capture s"),
+    *("call ms", "host ms"),
+)
 PHASES = (("python", "torch", "library"), ("context",), ("model",), ("load",), ("first call",), ("capture",))
 
 
@@ -202,14 +205,14 @@ def _row(start: Start) -> list[str]:
     def seconds(phases: Sequence[str]) -> str:
         of_each = [sum(each.seconds.get(name, 0.0) for name in phases) for each in start.processes]
         known = any(name in start.processes[0].seconds for name in phases)
-        return f"{statistics.median(of_each):.2f} s" if known else "–"
+        return f"{statistics.median(of_each):.2f}" if known else "–"
 
     totals = sorted(each.total for each in start.processes)
     spread = f" ({totals[0]:.2f} to {totals[-1]:.2f})" if len(totals) > 1 else ""
     host = [each.host_ms for each in start.processes if each.host_ms is not None]
     call = significant(statistics.median(each.call_ms for each in start.processes))
-    shown = [start.arm, *map(seconds, PHASES), f"{start.total:.2f} s{spread}", f"{call} ms"]
-    return [*shown, f"{significant(statistics.median(host))} ms" if host else "–"]
+    shown = [start.arm, f"{start.total:.2f}{spread}", *map(seconds, PHASES), call]
+    return [*shown, significant(statistics.median(host)) if host else "–"]
 
 
 def _notes(starts: Sequence[Start]) -> list[str]:

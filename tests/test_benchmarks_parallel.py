@@ -124,7 +124,7 @@ def rows(*loaded: Process) -> Rows:
 
 def test_the_table_shows_medians_their_spread_what_was_compiled_and_whether_outputs_are_equal() -> None:
     text = make_table(Spec.parse("startup family=bert"), rows(process(0.5), process(0.1), process(0.2)))
-    cells = "2.50 s | – | 0.50 s | – | 0.20 s | – | 3.20 s (3.10 to 3.50) | 1.50 ms | 0.250 ms"
+    cells = "3.20 (3.10 to 3.50) | 2.50 | – | 0.50 | – | 0.20 | – | 1.50 | 0.250"
     assert f"| zoo regional, artifacts | {cells} |" in text.splitlines()
     assert "3.00 MiB: 2 direct, 1 inductor." in text and "upstream regional, empty caches: no memory." in text
     assert "traced and compiled nothing. Their outputs are bit-equal to those of the process that saved. NV" in text
