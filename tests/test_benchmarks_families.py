@@ -308,7 +308,7 @@ GRAPHS = {
     **{"bert": 1, "calls": 1, "gnn": 2, "llm": 2, "resnet": 8, "unet": 12, "resnet18": 9},
     **{"llm train": 3, "unet-xl-debug": 9, "epoch-4x32": 5, "llama-debug": 2, "vit-debug": 1, "whisper-debug": 2},
 }
-# accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier. Older releases of the
+# accelerate compiles BERT's embeddings and pooler as well, and in training dropout and classifier. Older releases of
 # libraries compile and break other graphs.
 NEWEST = tuple(map(int, version("accelerate").split(".")[:2])) >= (1, 15)
 UPSTREAM_GRAPHS = {"bert": 3, "resnet": 6, "resnet18": 7, "unet": 2, "bert train": 5, "unet-xl-debug": 1}
