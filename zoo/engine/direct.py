@@ -24,10 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zoo.engine.autograd import copy_overwritten_inputs, differentiable_once, is_view, trace_halves
 from zoo.engine.lifted import take_other_floats_for_constants
-from zoo.engine.traced import Traced
-
-# What runs in place of a graph, of a node or of a launch.
-Run = Callable[..., Any]
+from zoo.engine.traced import Run, Traced
 
 # Products, convolutions and attention, which a library computes whoever calls it.
 _LIBRARY = {torch.conv2d, F.linear, F.scaled_dot_product_attention, operator.matmul, "addmm_"} | {
@@ -152,7 +149,7 @@ def _view_once(graph: fx.Graph, of_gradients: bool) -> None:
                 node.replace_all_uses_with(root)
             else:
                 _replace(graph, node, _compilers_own("_reinterpret_tensor"), (root, *layout))
-    _erase_unread_views(graph)
+    _erase_unread(graph)
 
 
 def _source(node: fx.Node) -> fx.Node | None:
@@ -182,9 +179,11 @@ def _replace(graph: fx.Graph, node: fx.Node, call: Any, args: tuple[Any, ...], n
     graph.erase_node(node)
 
 
-def _erase_unread_views(graph: fx.Graph) -> None:
+def _erase_unread(graph: fx.Graph) -> None:
+    """Erase views and attributes that nothing reads."""
     for node in reversed(graph.nodes):
-        if not node.users and (_moves_nothing(node) or node.target is _compilers_own("_reinterpret_tensor")):
+        views = _moves_nothing(node) or node.target is _compilers_own("_reinterpret_tensor")
+        if not node.users and (views or node.op == "get_attr"):
             graph.erase_node(node)
 
 
@@ -397,10 +396,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
         else:
             continue
         _replace(graph.graph, node, launch, tuple(args), named)
-    _erase_unread_views(graph.graph)
-    for node in graph.graph.nodes:
-        if node.op == "get_attr" and not node.users:
-            graph.graph.erase_node(node)
+    _erase_unread(graph.graph)
     held = {each.target: operator.attrgetter(each.target)(graph) for each in graph.graph.find_nodes(op="get_attr")}
     code = graph.graph.python_code("self")
     source = re.sub(r"def forward\(self(, )?", "def forward(", code.src, count=1)

@@ -18,6 +18,9 @@ import torch
 import torch.utils._device
 from torch import Tensor, fx
 
+# What runs in place of a graph, of a node or of a launch.
+Run = Callable[..., Any]
+
 # Values that a guard compares, or that it knows by identity; no tensor is in any.
 _KEPT = (
     *(bool, int, float, complex, str, bytes, type(None), enum.Enum),
@@ -72,10 +75,7 @@ class Traced:
     and fake inputs.
     """
 
-    def __init__(
-        self, graph: fx.GraphModule, *, product: Callable[..., Any] | None = None,
-        by_inductor: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, graph: fx.GraphModule, *, product: Run | None = None, by_inductor: Run | None = None) -> None:
         from torch._guards import CompileContext, TracingContext
 
         context = TracingContext.try_get()
