@@ -392,6 +392,20 @@ def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
             assert list(ours) == list(theirs) if isinstance(ours, dict) else len(ours) == len(theirs)
 
 
+def descend(place: int, held: Any, y: Tensor) -> Tensor:
+    held.sort(reverse=True)
+    return y * held[place]
+
+
+def test_a_block_sees_the_callers_list_in_the_order_that_it_sorts_it_to() -> None:
+    eager = Sequence(*(Holding(place=place, use=descend) for place in range(4)))
+    model, x = compiled(copy.deepcopy(eager)), torch.randn(2, 4)
+    ours, theirs = ([float(k) for k in range(9)] for _ in "ab")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, ours), eager(x, theirs))
+    assert ours == theirs
+
+
 class Attends(Wired):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.linear(x) @ y.mT).softmax(-1) @ y

@@ -430,6 +430,11 @@ class OwnItem(list[Any]):
         super().reverse()
         self._moved()
 
+    def sort(self, **order: Any) -> None:
+        """As of a list."""
+        super().sort(**order)
+        self._moved()
+
     def clear(self) -> None:
         """As of a list."""
         super().clear()
