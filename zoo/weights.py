@@ -61,7 +61,7 @@ class WeightMap(Generic[Model]):
     config_of: Callable[[nn.Module], Any]
     skeleton: Callable[[Any], nn.Module]  # config to the upstream library's module, on the meta device
     build: Callable[[Any], Model] | None = None  # config to our model; the first of ``classes`` when left out
-    finish: Callable[[Any], Any] | None = None  # computes, in place, a module's tensors that no state dict holds
+    finish: Callable[[Any], Any] = lambda module: None  # computes in place what no state dict of a module holds
     # An upstream module's tensors by the table's names, ``requires_grad`` kept.
     tensors_of: Callable[[nn.Module], Mapping[str, Tensor]] = lambda module: module.state_dict(keep_vars=True)
     # (tensors, config, source) to the tensors by the table's names and no others, for files of older releases.
@@ -72,7 +72,7 @@ class WeightMap(Generic[Model]):
     use_fields: tuple[str, ...] = ()  # fields of the config in which a folder may differ from a preset
     folder_fields: tuple[str, ...] = ()  # those of them that the folder decides
     # (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
-    find: Callable[[str, Any], Path | None] | None = None
+    find: Callable[[str, Any], Path | None] = lambda preset, weights: None
 
     def from_upstream(self, module: nn.Module) -> Model:
         """Our model with the weights of an upstream module, copied, in the same mode.
@@ -116,8 +116,7 @@ class WeightMap(Generic[Model]):
         for key, of in second.items():
             owner, _, kind = key.rpartition(".")
             setattr(module.get_submodule(owner), kind, module.get_parameter(of))
-        if self.finish is not None:
-            self.finish(module)
+        self.finish(module)
         for key, parameter in module.named_parameters():
             parameter.requires_grad_(ours[places[key].name].requires_grad)
         return module.train(model.training)
@@ -198,7 +197,7 @@ class WeightMap(Generic[Model]):
 
     def locate(self, preset: str, source: Any) -> Path:
         """The file or folder that a user's ``weights`` mean; FileNotFoundError if a path does not exist."""
-        return (None if self.find is None else self.find(preset, source)) or locate(source)
+        return self.find(preset, source) or locate(source)
 
     def config_for(self, folder: Path, config: Any, overridden: Collection[str]) -> Any:
         """A preset's config with the ``folder_fields`` of a folder's config that are not overridden.
