@@ -187,7 +187,8 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
     for where in dict.fromkeys(itertools.chain.from_iterable(inputs)):
         kinds = list(dict.fromkeys(each.get(where, ("not given",)) for each in inputs))
         # A dataclass has a second part, what its fields hold; a tensor may have the first input that it is as well.
-        tensors, words = [_properties(kind) for kind, *_ in kinds], dict.fromkeys(_in_words(kind) for kind, *_ in kinds)
+        tensors = [dict(kind) if _is_of_tensor(kind) else {} for kind, *_ in kinds]
+        words = dict.fromkeys(_in_words(kind) for kind, *_ in kinds)
         name = f"inputs{where[3:]}"
         if len(kinds) > 1 and all(tensors):
             aspect = next((each for each in tensors[0] if len({kind[each] for kind in tensors}) > 1), None)
@@ -200,16 +201,8 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
 
 
 def _is_of_tensor(kind: Any) -> bool:
-    """Whether this kind of input is a tensor's; an object's is a tuple too, which begins with its class."""
+    """Whether this kind of input is a tensor's: pairs of a property and its value. An object's begins with a class."""
     return isinstance(kind, tuple) and not isinstance(kind[0], type)
-
-
-def _properties(kind: Any) -> dict[str, Hashable]:
-    """The properties of a tensor's kind by name; empty for another kind."""
-    if not _is_of_tensor(kind):
-        return {}
-    sizes = ("shape", "strides") if len(kind) > 5 else ("dimensions",)
-    return dict(zip((*sizes, "dtype", "device", "requires_grad", "made in inference_mode"), kind, strict=True))
 
 
 def _in_words(kind: Any) -> str:
@@ -239,8 +232,9 @@ def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Ha
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=stands_in)[0]:
         where = pytree.keystr(path)
         if isinstance(leaf, torch.Tensor):
-            layout = _layout(leaf) if sizes else (leaf.dim(),)
-            kind = (*layout, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_inference())
+            layout = zip(("shape", "strides"), _layout(leaf), strict=True) if sizes else [("dimensions", leaf.dim())]
+            rest = {"dtype": leaf.dtype, "device": leaf.device, "requires_grad": leaf.requires_grad}
+            kind = (*layout, *rest.items(), ("made in inference_mode", leaf.is_inference()))
             # Dynamo compiles another graph where two inputs are one tensor.
             yield (where, kind, first[id(leaf)]) if id(leaf) in first else (where, kind)
             first.setdefault(id(leaf), where)
