@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torchvision.models.quantization import resnet18 as quantizable
 
 import zoo
 from tests import unet_reference as reference
@@ -432,7 +433,8 @@ def models() -> list[Refusal]:
     )
     bert = transformers.BertConfig(**vars(llama) | {"model_type": "bert"})
     gcn = partial(zoo.create, "gcn-debug")
-    theirs = nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert)
+    mine = type("Mine", (diffusers.UNet2DConditionModel,), {})(**reference.SIZES)  # forwards of subclasses may differ
+    theirs = nn.Linear(2, 2), transformers.LlamaModel(llama), transformers.BertForPreTraining(bert), quantizable(), mine
     return [
         (lambda: zoo.list_models("gn"), "did you mean 'gnn'"),
         (lambda: zoo.create("gcn-debg"), "did you mean 'gcn-debug'"),

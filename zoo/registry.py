@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zoo.weights import AS_IT_IS, WeightMap, check_dtype, check_finite
+from zoo.weights import WeightMap, check_dtype, check_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def from_upstream(module: nn.Module) -> nn.Module:
     if not reasons:
         libraries = sorted({package for family in _FAMILIES.values() for package in family.upstream_packages})
         reasons = [f"{type(module).__module__}.{name} is no model of {', '.join(libraries)}"]
-    raise TypeError(f"{'; '.join(reasons)}. {AS_IT_IS}")
+    raise TypeError(f"{'; '.join(reasons)}. zoo.compile_regions(model) compiles the blocks of any model as it is")
 
 
 def to_upstream(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from zoo.engine.discover import has_library_hook
-from zoo.files import QUANTIZED, locate, read_tensors, replacing, write_tensors
+from zoo.files import QUANTIZED, locate, read_tensors, replacing, upstream, write_tensors
 from zoo.validate import warn
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -337,7 +337,11 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-AS_IT_IS = "zoo.compile_regions(model) compiles the blocks of any model as it is"  # the remedy of other classes
+def check_class(module: nn.Module, library: str, *names: str) -> None:
+    """NotImplementedError unless a module is of one of these classes of a library, and of no subclass."""
+    name = type(module).__name__
+    if name not in names or type(module) is not getattr(upstream(library), name):
+        raise NotImplementedError(f"{name} is not one of {library}'s {', '.join(names)}, exactly")
 
 
 def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:

@@ -16,7 +16,7 @@ from zoo.bert.layer import ACTIVATIONS, BertConfig, make_head
 from zoo.bert.model import Bert
 from zoo.files import read_tensors, upstream
 from zoo.validate import warn
-from zoo.weights import Placement, Table, WeightMap, WeightsWarning, initialise, unsupported
+from zoo.weights import Placement, Table, WeightMap, WeightsWarning, check_class, initialise, unsupported
 
 _KINDS = {"bert": "Bert", "roberta": "Roberta"}
 _HEADS = {
@@ -101,10 +101,8 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
 
 def config_of(module: Any) -> BertConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    name = type(module).__name__
-    if name not in _CLASSES or type(module) is not getattr(upstream("transformers"), name):
-        raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES)}, exactly")
-    head = _CLASSES[name][1]
+    check_class(module, "transformers", *_CLASSES)
+    _, head = _CLASSES[type(module).__name__]
     return convert_config(module.config, "none" if head == "pooled" and module.pooler is None else head)
 
 

@@ -18,7 +18,7 @@ from zoo.engine.call import outermost_call
 from zoo.files import upstream
 from zoo.llm.model import LLM, WEIGHT_DTYPES, LLMConfig, QuantizedEmbedding, QuantizedLinear, RopeScaling
 from zoo.ops.common import is_sharded, is_unmodified
-from zoo.weights import Placement, Table, WeightMap, unsupported
+from zoo.weights import Placement, Table, WeightMap, check_class, unsupported
 
 # The model type in the config.json of a quantized model: transformers would read the weights without their scales.
 _QUANTIZED = "regional-zoo-quantized"
@@ -62,9 +62,7 @@ def table(config: LLMConfig) -> Table:
 
 def config_of(module: nn.Module) -> LLMConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
-    name = type(module).__name__
-    if name not in _CLASSES.values() or type(module) is not getattr(upstream("transformers"), name):
-        raise NotImplementedError(f"{name} is not one of {', '.join(_CLASSES.values())}, exactly")
+    check_class(module, "transformers", *_CLASSES.values())
     generation: Any = getattr(module, "generation_config", None)
     return convert_config(module.config, generation)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zoo.files import upstream
 from zoo.resnet.model import STEM_WIDTH, Join, ResNet, ResNetConfig, Unit
-from zoo.weights import AS_IT_IS, Table, WeightMap, refuse_changed
+from zoo.weights import Table, WeightMap, check_class, refuse_changed
 
 _WHOSE = "torchvision's ResNet"
 # A member of torchvision's weight enums, with or without the class.
@@ -38,22 +38,16 @@ def table(config: ResNetConfig) -> Table:
     return names
 
 
-def config_of(module: nn.Module) -> ResNetConfig:
+def config_of(module: Any) -> ResNetConfig:
     """The configuration of a torchvision model. NotImplementedError if not a ``ResNet``, ValueError if changed."""
-    torchvision = upstream("torchvision.models.resnet")
-    if not isinstance(module, torchvision.ResNet):
-        raise NotImplementedError(f"{type(module).__name__} is not a torchvision ResNet")
-    if type(module) is not torchvision.ResNet:
-        raise ValueError(
-            f"{type(module).__name__} is a subclass of torchvision's ResNet, whose forward may differ; {AS_IT_IS}"
-        )
+    check_class(module, "torchvision.models", "ResNet")
     stages: list[Any] = [module.layer1, module.layer2, module.layer3, module.layer4]
     layers: Any = tuple(len(stage) for stage in stages)
     dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
     norm = module.bn1
     # If a modified module is misread here, the comparison with the skeleton detects the difference.
     config = ResNetConfig(
-        block="bottleneck" if type(stages[0][0]) is torchvision.Bottleneck else "basic", layers=layers,
+        block="bottleneck" if type(stages[0][0]).__name__ == "Bottleneck" else "basic", layers=layers,
         num_classes=getattr(module.fc, "out_features", 1), in_channels=getattr(module.conv1, "in_channels", 3),
         groups=module.groups, width_per_group=module.base_width, replace_stride_with_dilation=dilated,
         norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zoo.files import locate, upstream
 from zoo.unet.blocks import SD, UNetConfig
 from zoo.unet.model import UNet
-from zoo.weights import AS_IT_IS, Placement, Table, WeightMap, refuse_changed, unsupported
+from zoo.weights import Placement, Table, WeightMap, check_class, refuse_changed, unsupported
 
 CLASS = "UNet2DConditionModel"
 _WHOSE = f"diffusers' {CLASS}"
@@ -134,15 +134,9 @@ def find_weights(preset: str, weights: Any) -> Path:
     return inner if inner.is_dir() else path
 
 
-def config_of(module: nn.Module) -> UNetConfig:
+def config_of(module: Any) -> UNetConfig:
     """The configuration of a diffusers model. NotImplementedError if it is not a UNet, ValueError if it was changed."""
-    theirs = upstream("diffusers").UNet2DConditionModel
-    if not isinstance(module, theirs):
-        raise NotImplementedError(f"{type(module).__name__} is not a diffusers UNet2DConditionModel")
-    if type(module) is not theirs:
-        raise ValueError(
-            f"{type(module).__name__} is a subclass of UNet2DConditionModel, whose forward may differ; {AS_IT_IS}"
-        )
+    check_class(module, "diffusers", CLASS)
     config = convert_config(dict(module.config))
     _check_unchanged(module, skeleton(config))
     return config
