@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zoo import validate
 from zoo.engine.captured import is_captured, is_step_input
@@ -63,21 +63,19 @@ class _Structure:
         self.rowptr = _pointers(self.destination, sizes[1])
         self.split = _split(self.rowptr, self.count)
         self.transposed: Transpose | None = None
-        self._looped: _Structure | None = None
 
+    @functools.cached_property
     def looped(self) -> _Structure:
         """The same graph with exactly one self-loop per node that is both a source and a destination."""
-        if self._looped is None:
-            edges, is_loop = (self.source, self.destination, self.origin), self.source == self.destination
-            loops, others = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
-            nodes = torch.arange(min(self.sizes), dtype=self.source.dtype, device=self.source.device)
-            # If a node has several self-loops, the last in the input counts, on every device.
-            origin = torch.full_like(nodes, -1)
-            origin.scatter_reduce_(0, self.source[loops].long(), self.origin[loops], "amax")
-            added = nodes, nodes, origin.masked_fill(origin == -1, self.inputs)
-            both = [torch.cat([each[others], new]) for each, new in zip(edges, added, strict=True)]
-            self._looped = _Structure(both, self.inputs, self.sizes)
-        return self._looped
+        edges, is_loop = (self.source, self.destination, self.origin), self.source == self.destination
+        loops, others = is_loop.nonzero().view(-1), (~is_loop).nonzero().view(-1)
+        nodes = torch.arange(min(self.sizes), dtype=self.source.dtype, device=self.source.device)
+        # If a node has several self-loops, the last in the input counts, on every device.
+        origin = torch.full_like(nodes, -1)
+        origin.scatter_reduce_(0, self.source[loops].long(), self.origin[loops], "amax")
+        added = nodes, nodes, origin.masked_fill(origin == -1, self.inputs)
+        both = [torch.cat([each[others], new]) for each, new in zip(edges, added, strict=True)]
+        return _Structure(both, self.inputs, self.sizes)
 
     def transpose(self) -> Transpose:
         """The transpose without weights, sorted at first use."""
@@ -223,7 +221,7 @@ class CSRGraph:
 
     @property
     def _edges(self) -> _Structure:
-        return self._structure.looped() if self.recipe.self_loops else self._structure
+        return self._structure.looped if self.recipe.self_loops else self._structure
 
     def __repr__(self) -> str:
         nodes = f"{self.num_sources}" if self.is_square else f"{self.num_sources} to {self.num_destinations}"
@@ -277,13 +275,6 @@ def _version_of(tensor: Tensor) -> tuple[Any, ...] | None:
     return tensor._version, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-class _Remembered(NamedTuple):
-    edges: weakref.ref[Tensor]
-    version: tuple[Any, ...] | None
-    num_nodes: tuple[int, int]
-    graph: CSRGraph
-
-
 class GraphMemory:
     """A cache of graphs prepared from raw edges, keyed by identity and version of the tensors.
 
@@ -291,7 +282,8 @@ class GraphMemory:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Remembered] = {}
+        # From edges to their version and number of nodes, and the graph. The oldest is first.
+        self._entries = WeakIdKeyDictionary()
         self._captured: list[CSRGraph] = []
 
     def __reduce__(self) -> tuple[type[GraphMemory], tuple[()]]:
@@ -326,15 +318,14 @@ class GraphMemory:
         return prepared
 
     def _remembered(self, edge_index: Tensor, num_nodes: tuple[int, int]) -> CSRGraph:
-        key, entries, seen = id(edge_index), self._entries, (_version_of(edge_index), num_nodes)
-        entry = entries.pop(key, None)
-        if entry is None or entry.edges() is not edge_index or entry[1:3] != seen or seen[0] is None:
-            edges = weakref.ref(edge_index, lambda _: entries.pop(key, None))
-            entry = _Remembered(edges, *seen, CSRGraph.from_edge_index(edge_index, None, num_nodes))
-        entries[key] = entry
-        if len(entries) > REMEMBERED:
-            del entries[next(iter(entries))]
-        return entry.graph
+        version = _version_of(edge_index)
+        *seen, graph = self._entries.pop(edge_index, (None, None, None))
+        if version is None or graph is None or seen != [version, num_nodes]:
+            graph = CSRGraph.from_edge_index(edge_index, None, num_nodes)
+        self._entries[edge_index] = version, num_nodes, graph
+        if len(self._entries) > REMEMBERED:
+            del self._entries[next(iter(self._entries))]
+        return graph
 
 
 def check_nodes(x: Tensor, count: int, device: torch.device) -> None:
