@@ -93,7 +93,10 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
     for what, is_pooler in (("pooler", True), (f"{config.head} head", False)):
         group = [key for key in of_head if ("pooler." in key) == is_pooler and not places[key].repeated]
         if group and not fitted.keys() & group:
-            like, drawn = next(iter(fitted.values()), torch.empty(0)), _drawn_head(config)
+            with torch.device("cpu"):
+                head: Any = make_head(config)
+            drawn = dict(head.apply(initialise).requires_grad_(False).named_parameters())
+            like = next(iter(fitted.values()), torch.empty(0))
             fitted |= {key: drawn[places[key].name.removeprefix("head.")].to(like) for key in group}
             warn(f"{source} has no {what}: it starts from random weights and needs training", WeightsWarning)
     return fitted
@@ -175,12 +178,6 @@ def write_config(config: BertConfig, dtype: torch.dtype, folder: Path) -> None:
 
 def _base(config: BertConfig) -> str:
     return "" if config.head in ("none", "pooled") else config.kind + "."
-
-
-def _drawn_head(config: BertConfig) -> dict[str, Tensor]:
-    with torch.device("cpu"):
-        head: Any = make_head(config)
-    return dict(head.apply(initialise).requires_grad_(False).named_parameters())
 
 
 WEIGHTS = WeightMap(

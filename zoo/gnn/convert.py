@@ -9,14 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from zoo.files import upstream
-from zoo.gnn.config import ACTIVATIONS, GATConfig, GCNConfig, GNNConfig, SAGEConfig
-from zoo.gnn.model import GAT, GCN, GraphSAGE, build
+from zoo.gnn.config import ACTIVATIONS, GNNConfig
+from zoo.gnn.model import GAT, GCN, MODELS, GraphSAGE
 from zoo.weights import Table, WeightMap, unsupported
 
-# {model name: (the zoo's config, torch-geometric's convolution)}; the convolution's attributes are the config's fields.
-_MODELS: dict[str, tuple[type[GNNConfig], str]] = {
-    "GCN": (GCNConfig, "GCNConv"), "GAT": (GATConfig, "GATConv"), "GraphSAGE": (SAGEConfig, "SAGEConv"),
-}  # fmt: skip
+# {model name: (config, convolution name)}; attributes of torch-geometric's convolution are the config's fields.
+_MODELS = {model.__name__: (config, conv.__name__) for config, (model, conv) in MODELS.items()}
 # {torch-geometric's norm: the zoo's norm and its options}.
 _NORMS = {
     "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
@@ -35,13 +33,12 @@ def table(config: GNNConfig) -> Table:
 
 def skeleton(config: GNNConfig) -> nn.Module:
     """torch-geometric's model on the meta device."""
-    (name,) = (name for name, (cls, _) in _MODELS.items() if cls is type(config))
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     act_kwargs = options.pop("act_kwargs")
     options["act"] = None if config.act is None else ACTIVATIONS[config.act](**act_kwargs)
     options["norm_kwargs"] = dict(config.norm_kwargs)
     with torch.device("meta"):
-        return getattr(upstream("torch_geometric.nn"), name)(**options)
+        return getattr(upstream("torch_geometric.nn"), MODELS[type(config)][0].__name__)(**options)
 
 
 def config_of(module: Any) -> GNNConfig:
@@ -124,5 +121,5 @@ def _refuse(module: nn.Module, option: str, value: Any, why: str) -> NoReturn:
 
 WEIGHTS: WeightMap[GCN | GAT | GraphSAGE] = WeightMap(
     name="gnn", noun="a GCN, GAT or GraphSAGE", classes=(GCN, GAT, GraphSAGE), table=table, config_of=config_of,
-    skeleton=skeleton, build=build,
+    skeleton=skeleton, build=lambda config: MODELS[type(config)][0](config),
 )  # fmt: skip

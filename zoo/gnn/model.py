@@ -306,11 +306,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tenso
     return out.relu() if relu else out
 
 
-_CONVS: dict[type[GNNConfig], type[GCNConv | GATConv | SAGEConv]] = {
-    GCNConfig: GCNConv, GATConfig: GATConv, SAGEConfig: SAGEConv,
-}  # fmt: skip
-
-
 def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
     """The convolution of one layer."""
     in_channels, out_channels = config.widths()[index]
@@ -322,7 +317,7 @@ def make_conv(config: GNNConfig, index: int) -> GCNConv | GATConv | SAGEConv:
             out_channels //= config.heads
     else:
         options["input_layer"] = index == 0
-    return _CONVS[type(config)](in_channels, out_channels, **options)
+    return MODELS[type(config)][1](in_channels, out_channels, **options)
 
 
 class GNNHead(nn.Module):
@@ -388,7 +383,7 @@ class GNNLayer(nn.Module):
             return False
         dropped = not after.dropout.training and is_unmodified(after.dropout, nn.Dropout)
         nothing_else = is_unmodified(after.norm, nn.Identity) and (dropped or is_unmodified(after.dropout, nn.Identity))
-        return nothing_else and any(is_unmodified(self.conv, cls) for cls in _CONVS.values())
+        return nothing_else and any(is_unmodified(self.conv, cls) for cls in (GCNConv, GATConv, SAGEConv))
 
 
 # A graph has few kernels. This process compiles them before a worker could start. Their block sizes do not matter.
@@ -516,12 +511,10 @@ def _check_sampled(x: Tensor, graphs: Graphs, layers: int) -> None:
         known = rows
 
 
-_MODELS: dict[type[GNNConfig], type[GCN | GAT | GraphSAGE]] = {GCNConfig: GCN, GATConfig: GAT, SAGEConfig: GraphSAGE}
-
-
-def build(config: GNNConfig) -> GCN | GAT | GraphSAGE:
-    """A randomly initialised model on the current default device and dtype."""
-    return _MODELS[type(config)](config)
+# {config: (model, convolution)}, which have torch-geometric's names.
+MODELS: dict[type[GNNConfig], tuple[type[GCN | GAT | GraphSAGE], type[GCNConv | GATConv | SAGEConv]]] = {
+    GCNConfig: (GCN, GCNConv), GATConfig: (GAT, GATConv), SAGEConfig: (GraphSAGE, SAGEConv),
+}  # fmt: skip
 
 
 def example_inputs(model: GNN, *, num_nodes: int = 64, num_edges: int = 256, seed: int = 0) -> dict[str, Tensor]:
