@@ -341,7 +341,7 @@ def check_class(module: nn.Module, library: str, *names: str) -> None:
     """NotImplementedError unless a module is of one of these classes of a library, and of no subclass."""
     name = type(module).__name__
     if name not in names or type(module) is not getattr(upstream(library), name):
-        raise NotImplementedError(f"{name} is not one of {library}'s {', '.join(names)}, exactly")
+        raise NotImplementedError(f"{name} is not one of the classes {', '.join(names)} of {library}, exactly")
 
 
 def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:

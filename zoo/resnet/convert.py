@@ -16,7 +16,6 @@ from zoo.files import upstream
 from zoo.resnet.model import STEM_WIDTH, Join, ResNet, ResNetConfig, Unit
 from zoo.weights import Table, WeightMap, check_class, refuse_changed
 
-_WHOSE = "torchvision's ResNet"
 # A member of torchvision's weight enums, with or without the class.
 _NAME = re.compile(r"(\w+_Weights\.)?[A-Za-z_]\w*")
 
@@ -53,7 +52,7 @@ def config_of(module: Any) -> ResNetConfig:
         norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,
         norm_momentum=getattr(norm, "momentum", 0.1), track_running_stats=getattr(norm, "track_running_stats", True),
     )  # fmt: skip
-    refuse_changed(dict(module.named_modules()), skeleton(config), _WHOSE)
+    refuse_changed(dict(module.named_modules()), skeleton(config), "torchvision's ResNet")
     return config
 
 
