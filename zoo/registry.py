@@ -34,13 +34,12 @@ class Family:
 _FAMILIES: dict[str, Family] = {}
 
 
-def register(family: Family) -> Family:
+def register(family: Family) -> None:
     """Add a family. A preset name that another family has already taken is a ValueError."""
     for other in _FAMILIES.values():
         if other.name != family.name and (taken := set(other.presets) & set(family.presets)):
             raise ValueError(f"family {family.name!r}: preset names {sorted(taken)} already belong to {other.name!r}")
     _FAMILIES[family.name] = family
-    return family
 
 
 def families() -> tuple[Family, ...]:

@@ -25,6 +25,4 @@ from zoo.bert.model import token_buckets as token_buckets
 from zoo.bert.model import unpack as unpack
 from zoo.registry import Family, register
 
-FAMILY = register(
-    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS)
-)
+register(Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS))

@@ -22,6 +22,6 @@ from zoo.gnn.sampling import SampledBatch as SampledBatch
 from zoo.gnn.sampling import Subgraph as Subgraph
 from zoo.registry import Family, register
 
-FAMILY = register(
+register(
     Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("torch_geometric",), weights=WEIGHTS)
 )

@@ -17,6 +17,4 @@ from zoo.llm.model import RopeScaling as RopeScaling
 from zoo.ops.attention import attend as attend
 from zoo.registry import Family, register
 
-FAMILY = register(
-    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS)
-)
+register(Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("transformers",), weights=WEIGHTS))

@@ -12,6 +12,4 @@ from zoo.resnet.model import ResNetHead as ResNetHead
 from zoo.resnet.model import ResNetStage as ResNetStage
 from zoo.resnet.model import Stem as Stem
 
-FAMILY = register(
-    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("torchvision",), weights=WEIGHTS)
-)
+register(Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("torchvision",), weights=WEIGHTS))

@@ -20,6 +20,4 @@ from zoo.unet.sampler import Sampler as Sampler
 from zoo.unet.sampler import Schedule as Schedule
 from zoo.unet.sampler import make_schedule as make_schedule
 
-FAMILY = register(
-    Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("diffusers",), weights=WEIGHTS)
-)
+register(Family(presets=PRESETS, example_inputs=example_inputs, upstream_packages=("diffusers",), weights=WEIGHTS))
