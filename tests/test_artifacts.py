@@ -605,10 +605,12 @@ def test_a_command_that_is_stopped_or_not_read_ends_in_silence(sent, code, said,
         os.kill(os.getpid(), getattr(signal, sent))
         time.sleep(10)  # the signal comes before
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     monkeypatch.setattr("zoo.__main__._list", stop)
     monkeypatch.setattr("os.dup2", lambda *_: None)
     try:
         assert main(["list"]) == code and capfd.readouterr().err == said
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
