@@ -96,8 +96,8 @@ def main(
         try:
             runs.start(starts[0])
             for start in starts[1:]:
-                emptied = any(each.case == start.case and each.source == EMPTY for each in starts)
-                if start.source in (FILLED, CACHES) and not emptied:
+                compiles = any(each.case == start.case and each.source == EMPTY for each in starts)
+                if start.source in (FILLED, CACHES) and not compiles:
                     runs.start(replace(start, source=EMPTY, processes=[]))  # fills them
             for _ in range(processes):
                 for start in starts[1:]:
@@ -114,7 +114,10 @@ def main(
 
 @dataclass(frozen=True)
 class Processes:
-    """Starts processes in a folder and keeps their reports. An arm's first process with empty caches fills them."""
+    """Starts processes in a folder and keeps their reports.
+
+    A case's first process with empty caches fills those of its processes with filled ones.
+    """
 
     folder: Path
     workload: str

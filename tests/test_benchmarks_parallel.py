@@ -63,7 +63,8 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("parallel", "words", "arms"),
     [
-        ("zero2", "--family llm --model llm-debug --input 2x16 --workload train", ALL),
+        ("fsdp", "--family llm --model llm-debug --input 2x16 --workload train", ALL),
+        ("zero2", "--family llm --model llm-debug --input 2x16 --workload train --arm *regional", ALL[1:]),
         ("ddp", "--family gnn --model graphsage --input karate-sampled --workload train", ALL),
         ("tp", "--family llm --model llm-debug --input decode-1x64", ALL[:2]),
     ],

@@ -338,10 +338,11 @@ def _lay_out(model: nn.Module, _: Any = None) -> None:
 
 
 def check_class(module: nn.Module, library: str, *names: str) -> None:
-    """NotImplementedError unless a module is of one of these classes of a library, and of no subclass."""
+    """NotImplementedError unless a module is of one of these classes of a library; a subclass may compute otherwise."""
     name = type(module).__name__
     if name not in names or type(module) is not getattr(upstream(library), name):
-        raise NotImplementedError(f"{name} is not one of the classes {', '.join(names)} of {library}, exactly")
+        what = f"{name} is not one of {', '.join(names)} of {library}, exactly"
+        raise NotImplementedError(f"{what}: a subclass may compute otherwise")
 
 
 def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:

@@ -35,6 +35,7 @@ from zoo.engine.signature import own_class
 from zoo.engine.traced import torch_state
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
+# {flag of torch's state: its public name}. A graph compiled with another value would serve no call.
 _MATMUL = "torch.backends.cuda.matmul.allow"
 _FLAGS = {
     "allow_tf32": f"{_MATMUL}_tf32",
@@ -457,6 +458,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             load_kernels(pickle.loads(data))
         elif data is not None:
             torch.compiler.load_cache_artifacts(data)
+    state = torch_state()
     for entry in index["entries"]:
         data = _checked(path / Path(entry["file"]).name, entry, problems)
         served = calls.get(entry["region"], [])
@@ -466,7 +468,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
             continue
         try:
             saved: SavedGraph = pickle.loads(data)
-            if differing := _differing_flags(saved.check.state):
+            if differing := _differing_flags(saved.check.state, state):
                 problems += differing
                 continue
             code, space = saved.code, served[0].forward.__globals__
@@ -481,9 +483,8 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
     return problems
 
 
-def _differing_flags(saved: Mapping[str, Any]) -> list[str]:
-    """Flags of the process in which a graph would serve no call, as a server sets them once."""
-    state = torch_state()
+def _differing_flags(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Torch's flags that a server sets once, where the process differs from the one that compiled a graph."""
     return [
         f"{flag} was {saved[name]}, is {state[name]}: set it as it was before zoo.load_compiled"
         for name, flag in _FLAGS.items()

@@ -416,7 +416,9 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 # What these packages hold is half of what Dynamo guards in a block, and nobody replaces it there.
 _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "_operator", "operator", "types", "typing"}
-_IS_IMPORTED = re.compile(rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$").match  # a module, by Dynamo
+_IS_IMPORTED = re.compile(
+    rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$"
+).match  # a module that Dynamo imported
 
 
 def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[bool]:

@@ -51,7 +51,8 @@ _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.ke
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # Parts of code, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
-_TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}  # which pickle seeks in builtins
+# Pickle looks for these in builtins, which their __module__ names, and most are not there.
+_TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}
 
 
 class UnsavableError(ValueError):

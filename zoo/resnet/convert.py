@@ -40,13 +40,14 @@ def table(config: ResNetConfig) -> Table:
 def config_of(module: Any) -> ResNetConfig:
     """The configuration of a torchvision model. NotImplementedError if not a ``ResNet``, ValueError if changed."""
     check_class(module, "torchvision.models", "ResNet")
+    bottleneck = upstream("torchvision.models.resnet").Bottleneck
     stages: list[Any] = [module.layer1, module.layer2, module.layer3, module.layer4]
     layers: Any = tuple(len(stage) for stage in stages)
     dilated: Any = tuple(stage[0].stride == 1 for stage in stages[1:])
     norm = module.bn1
     # If a modified module is misread here, the comparison with the skeleton detects the difference.
     config = ResNetConfig(
-        block="bottleneck" if type(stages[0][0]).__name__ == "Bottleneck" else "basic", layers=layers,
+        block="bottleneck" if type(stages[0][0]) is bottleneck else "basic", layers=layers,
         num_classes=getattr(module.fc, "out_features", 1), in_channels=getattr(module.conv1, "in_channels", 3),
         groups=module.groups, width_per_group=module.base_width, replace_stride_with_dilation=dilated,
         norm="frozen" if type(norm) is _norms()["frozen"] else "batch", norm_eps=norm.eps,
