@@ -416,9 +416,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 # What these packages hold is half of what Dynamo guards in a block, and nobody replaces it there.
 _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "_operator", "operator", "types", "typing"}
-_IS_IMPORTED = re.compile(
-    rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$"
-).match  # a module that Dynamo imported
+# A module that Dynamo imported.
+_IS_IMPORTED = re.compile(rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$").match
 
 
 def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[bool]:
