@@ -70,7 +70,7 @@ def test_products_of_quantized_weights(rows, columns, out, weight_dtype, dtype, 
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 4, 32), (8, 2, 64), (6, 1, 32)])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("norms", [False, True])
-def test_attention(heads: int, key_heads: int, width: int, window: int | None, norms: bool, dtype: torch.dtype) -> None:
+def test_attention(heads, key_heads, width, window, norms, dtype, monkeypatch):
     slots, positions = 300, torch.tensor([0, 7, 63, 64, 299], device=DEVICE)
     batch = len(positions)
     qkv = values(batch, (heads + 2 * key_heads) * width, dtype=dtype)
@@ -79,10 +79,13 @@ def test_attention(heads: int, key_heads: int, width: int, window: int | None, n
     q_norm, k_norm = (values(width, dtype=dtype), values(width, dtype=dtype)) if norms else (None, None)
     ours, theirs = cache.clone(), cache.double()
     found = decode_attention(qkv, ours, positions, rotary, q_norm, k_norm, 1e-6, heads, window)
+    monkeypatch.setattr(products, "ENOUGH", 1)  # one program for all slots of a row's head
+    whole = decode_attention(qkv, cache.clone(), positions, rotary, q_norm, k_norm, 1e-6, heads, window)
     expected = decode_attention(
         qkv.double(), theirs, positions, rotary.double(), *in_float64(q_norm, k_norm), 1e-6, heads, window
     )
     close(found, expected, dtype)
+    close(whole, expected, dtype)
     close(ours, theirs, dtype)
     row = torch.arange(batch, device=DEVICE)
     changed = (ours != cache).any(-1)

@@ -11,9 +11,9 @@ For more rows weights are read by TMA, and programs share the columns of a row; 
 product permits the next kernel at once. Attention permits it late, so that loads of later weights do not delay its own.
 
 Attention is split over the slots, as in flash decoding. Some programs share the filled part of a row's cache; its
-length is read on the device. A second kernel merges the partial softmaxes in order, so results are bitwise
-reproducible. It is a kernel of its own because products load their weights while it runs: the last program of
-attention, doing the same, would wait for them. Another kernel takes the greedy token of each row.
+length is read on the device. A second kernel merges the partial softmaxes in order, if there are several, so results
+are bitwise reproducible. It is a kernel of its own because products load their weights while it runs: the last program
+of attention, doing the same, would wait for them. Another kernel takes the greedy token of each row.
 
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
@@ -51,7 +51,7 @@ def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: 
 
 @kernel
 def _attend(
-    qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
+    qkv, q_norm, k_norm, rotary, positions, cache, out, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
     window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -115,9 +115,13 @@ def _attend(
         tl.extra.cuda.gdc_launch_dependents()
     head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
     place = head * PARTS + part
-    tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
-    tl.store(stats + place * 2, greatest, mask=real)
-    tl.store(stats + place * 2 + 1, exponents, mask=real)
+    if PARTS == 1:
+        total /= exponents[:, None]
+        tl.store(out + (head * D)[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
+        tl.store(stats + place * 2, greatest, mask=real)
+        tl.store(stats + place * 2 + 1, exponents, mask=real)
 
 
 @kernel
@@ -166,18 +170,21 @@ def decode_attention(
     qkv, positions, rotary = qkv.contiguous(), positions.contiguous(), rotary.contiguous()
     _, batch, key_heads, slots, width = cache.shape
     parts = max(1, min(ceil_div(slots, BLOCK), ceil_div(ENOUGH, batch * key_heads), 64))
-    partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
-    stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
+    partial = stats = None
+    if parts > 1:
+        partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
+        stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
     overlap = overlap_on(qkv.device)
     _attend[(parts, key_heads, batch)](
-        qkv, q_norm, k_norm, rotary, positions, cache, partial, stats, eps, width**-0.5, slots,
+        qkv, q_norm, k_norm, rotary, positions, cache, out, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
         GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlap,
     )  # fmt: skip
-    _merge[(batch * heads,)](
-        partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
-    )
+    if parts > 1:
+        _merge[(batch * heads,)](
+            partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
+        )
     return out
 
 
