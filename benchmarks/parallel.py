@@ -329,6 +329,7 @@ def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
     case, unit = rows[0].case, rows[0].of_ranks[0].unit or "calls"
     columns: dict[str, Callable[[Row], str]] = {
         "arm": lambda row: row.case.arm,
+        "ranks": lambda row: str(row.ranks),
         "ms": lambda row: significant(row.of_ranks[0].ms),
         f"{unit} / s": lambda row: significant(row.per_rank),
         "scaling": lambda row: significant(row.scaling),
@@ -337,8 +338,8 @@ def _table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
         "last loss": lambda row: f"{row.losses[-1]:.4f}" if row.losses else NOTHING,
         "error": lambda row: significant(row.error),
     }
-    said = f"{case.model} on {case.input}, {case.workload}, {case.dtype}: {rows[0].parallel} on {rows[0].ranks} ranks"
-    title = f"{said}, {unit} a second of each; scaling is over one process"
+    said = f"{case.model} on {case.input}, {case.workload}, {case.dtype}, {rows[0].parallel}"
+    title = f"{said}: {unit} a second of each rank; scaling is over one process"
     return title, *filled(list(columns), [[text(row) for text in columns.values()] for row in rows])
 
 
@@ -348,14 +349,15 @@ def tables(rows: Rows) -> str:
     for row in rows.parallel:
         if row["status"] == "ok":
             read: Row = TypeAdapter(Row).validate_python({key: value for key, value in row.items() if key != "kind"})
-            found.setdefault((*read.case.race, read.parallel, str(read.ranks)), []).append(read)
+            found.setdefault((*read.case.race, read.parallel), []).append(read)
     parts = []
     for arms in found.values():
         title, head, lines = _table(arms)
-        environment = rows.environments.get(arms[0].environment or "", {})
-        where, commit = machine_name(environment, arms[0].case.device), str(environment.get("commit"))[:10]
+        environments = [rows.environments.get(row.environment or "", {}) for row in arms]
+        where = machine_name(environments[0], arms[0].case.device)
+        commits = ", ".join(dict.fromkeys(str(each.get("commit"))[:10] for each in environments))
         commands = "\n".join(dict.fromkeys((row.command or "").split(" --arm ")[0] for row in arms))
-        parts += [f"**{title}**", markdown(head, lines), f"{where}, commit {commit}.", f"```sh\n{commands}\n```"]
+        parts += [f"**{title}**", markdown(head, lines), f"{where}, commit {commits}.", f"```sh\n{commands}\n```"]
     return "\n\n".join(parts)
 
 
