@@ -398,7 +398,6 @@ VALUES: dict[str, Callable[[MeasuredRace, MeasuredArm, str], str]] = {
     "speedup": _speedup_value,
     "compile-cold": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).seconds, "s"),
     "break-even": lambda race, arm, against: cells.calls(race.break_even(arm, arm.result.cold)),
-    "start-up": lambda race, arm, against: _with_unit((arm.result.cold or Compile()).start_up, "s"),
     "memory": lambda race, arm, against: f"{cells.memory(arm)} MiB" if arm.result.memory else "not measured",
     "graphs": lambda race, arm, against: cells.count((arm.result.counted or Compile()).graphs),
 }
