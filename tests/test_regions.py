@@ -349,6 +349,26 @@ def test_blocks_that_share_a_module_are_named_as_the_reason() -> None:
         zoo.compile_regions(model)
 
 
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_blocks_may_share_a_module_without_weights(blocks: int) -> None:
+    class Scale(nn.Module):
+        factor = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    class Scaled(Wired):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.last(self.linear(x)))
+
+    scale, x = Scale(), torch.randn(2, 4)
+    model = Sequence(*(Scaled(last=nn.Linear(4, 4), inner=scale) for _ in range(blocks))).eval()
+    with torch.no_grad():
+        assert zoo.find_regions(model, kwargs={"x": x}).graphs == "1"
+        assert type(scale) is Scale
+        assert zoo.warm_up(zoo.compile_regions(model, backend="eager"), x).graphs == 1
+
+
 # Regions of each model, and the graphs of each.
 REGIONS = {
     "transformers Bert": {"BertLayer": 1},

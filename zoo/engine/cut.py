@@ -131,7 +131,9 @@ class Cut:
         children = []
         times = Counter(map(id, module._modules.values()))
         for child_name, child in module.named_children():
-            if id(child) not in self._seen:
+            # Blocks may share a module without weights, such as an activation, and be copies all the same.
+            shareable = next(child.parameters(), None) is None and next(child.children(), None) is None
+            if shareable or id(child) not in self._seen:
                 path = f"{name}.{child_name}" if name else child_name
                 children.append(self._part(path, child, self._calls.get(child) or calls * times[id(child)]))
         built = own_structure(module), tuple((part.name[len(name) :], part.kind) for part in children)

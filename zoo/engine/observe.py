@@ -207,8 +207,10 @@ class _Unregistered:
 def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterator[None]:
     """Note which instance attributes a region reads while it runs."""
     original = type(module)
+    # Of a module that blocks share, which each of them notes.
+    bases = (original,) if issubclass(original, _Unregistered) else (_Unregistered, original)
 
-    class Noting(_Unregistered, original):  # type: ignore[misc, valid-type]
+    class Noting(*bases):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
             if observed.running and not name.startswith("_"):
                 observed.reads.add(f"{prefix}.{name}" if prefix else name)
