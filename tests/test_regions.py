@@ -349,6 +349,18 @@ def test_blocks_that_share_a_module_are_named_as_the_reason() -> None:
         zoo.compile_regions(model)
 
 
+def test_the_order_of_a_dict_is_told_as_what_differs() -> None:
+    class Summing(Wired):
+        def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: self.linear(each) for name, each in reversed(x.items())}
+
+    report = zoo.find_regions(
+        nn.Sequential(Summing(), Summing()), [Summing], args=({"a": torch.randn(2, 4), "b": torch.randn(2, 4)},)
+    )
+    assert report.graphs_needed == 2
+    assert "a dict whose entries are in another order" in str(report)
+
+
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_blocks_may_share_a_module_without_weights(blocks: int) -> None:
     class Scale(nn.Module):
@@ -621,6 +633,42 @@ def test_a_graph_for_each_shape_is_warned_of_with_what_finds_better_regions(give
         model(x)
     (said,) = [str(each.message) for each in caught]
     assert ("with the inputs of a call" in said) is not given and "dynamic=True" in said
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_graph_for_each_module_is_warned_of_unless_the_report_has_said_so(given: bool) -> None:
+    torch.compiler.reset()
+    model, x = Shrinking(*(Block(4) for _ in range(6))), torch.randn(8, 4)
+    zoo.compile_regions(model, args=(x,) if given else (), backend="eager")
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert zoo.warm_up(model, x).graphs == 6
+    said = "each of 6 modules of Block has compiled a graph of its own, where 1 would do"
+    assert [said in str(each.message) for each in caught] == ([] if given else [True])
+
+
+class Remembering(Wired):
+    """Keeps what its first call computed, as LeViT's attention does its biases."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "scale" not in self.kept:
+            self.kept["scale"] = x.mean()
+        return self.linear(x) * self.kept["scale"]
+
+
+def test_a_recompiled_block_names_the_graph_that_did_not_serve() -> None:
+    torch.compiler.reset()
+    model, x = Sequence(*(Remembering(width, kept={}) for width in (4, 4, 5, 5))), torch.randn(2, 4)
+    model.blocks.insert(2, nn.Linear(4, 5))
+    zoo.compile_regions(model.eval(), backend="eager")
+    with torch.no_grad():
+        assert zoo.warm_up(model, x).graphs == 2
+        with pytest.raises(zoo.BudgetError) as raised, zoo.enforce_budget(model):
+            model(x)
+    first, second = raised.value.violations
+    # Dynamo's reason is why the newest graph, of the other width, did not serve.
+    assert "blocks.0" in first and "TORCH_LOGS=recompiles shows why graph 0/0 did not serve" in first
+    assert "blocks.3" in second and "TORCH_LOGS=recompiles shows why graph 0/1 did not serve" in second
 
 
 class Coder(nn.Module):

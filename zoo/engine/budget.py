@@ -134,7 +134,7 @@ def _not_loaded(plan: Plan, new: list[Entry]) -> Iterator[str]:
 
 
 def _recompiled(plan: Plan) -> Iterator[str]:
-    seen: set[Hashable] = set()
+    seen: dict[Hashable, str] = {}
     entries = GRAPH_LOG.of(plan.log_id)
     graphs = Counter((entry.region, entry.mode, entry.model_inputs) for entry in entries if entry.graphs)
     for entry in entries:
@@ -152,11 +152,15 @@ def _recompiled(plan: Plan) -> Iterator[str]:
             key = cls, entry.structure, chosen, entry.mode, entry.inputs
             remedy = f"; to allow it give a budget, regions=[zoo.Region({cls.__name__}, graphs=...)]"
         if key in seen:
+            reason = _reason(entry)
+            # Dynamo keeps only why the newest graph of the class did not serve.
+            if reason.partition(":")[0] not in (seen[key], "first compilation"):
+                reason = f"TORCH_LOGS=recompiles shows why graph {seen[key]} did not serve"
             yield (
                 f"{cls.__name__} ({entry.name}): recompiled for a signature, mode and kind of input that was "
-                f"compiled before: {_reason(entry)}{remedy}"
+                f"compiled before: {reason}{remedy}"
             )
-        seen.add(key)
+        seen[key] = entry.compile_id
 
 
 def _not_compiled(

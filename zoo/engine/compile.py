@@ -456,3 +456,15 @@ def _warn_of_excess(entry: Entry) -> None:
             f"kind; further ones may follow. What differs: {reason}"
             + outside_of_hooks(model.get_submodule(entry.name), entry.name, reason)
         )
+    found, in_call = plan.region_of(entry.name), (entry.region, entry.mode, entry.model_inputs)
+    same = [e for e in GRAPH_LOG.of(entry.model) if (e.region, e.mode, e.model_inputs) == in_call]
+    own = {e.name for e in same if e.graphs and not (e.backward or e.varied)}
+    unexpected = len(own) == len(found.modules) > found.graphs_needed + MANY_BLOCKS
+    foreign = not plan.report.declared and found.region.graphs is None
+    if unexpected and foreign and plan.told.isdisjoint({name, "shapes"}):
+        plan.told.add(name)
+        NOTICES.append(
+            f"{plan.report.model}: each of {len(own)} modules of {name} has compiled a graph of its own, where "
+            f"{found.graphs_needed} would do if their inputs were alike: zoo.find_regions(model, kwargs=...) says in "
+            f"what they differ; exclude=[{name}] leaves them eager, torch.compile(model) makes one graph"
+        )
