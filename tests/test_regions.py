@@ -349,6 +349,21 @@ def test_blocks_that_share_a_module_are_named_as_the_reason() -> None:
         zoo.compile_regions(model)
 
 
+def test_a_default_that_is_given_is_no_other_input() -> None:
+    class Masked(Wired):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return self.linear(x) if mask is None else self.linear(x) * mask
+
+    class Half(Sequence):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x, mask=None))
+
+    model, x = Half(Masked(), Masked()).eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        assert zoo.find_regions(model, [Masked], args=(x,)).graphs == "1"
+        assert zoo.warm_up(zoo.compile_regions(model, regions=[Masked], backend="eager"), x).graphs == 1
+
+
 def test_the_order_of_a_dict_is_told_as_what_differs() -> None:
     class Summing(Wired):
         def forward(self, x: dict[str, Tensor]) -> dict[str, Tensor]:

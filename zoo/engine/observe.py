@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import random
 import sys
@@ -159,8 +160,12 @@ def _noting_inputs(
 ) -> Iterator[None]:
     """Note the kinds of input of a region's calls, and when it runs."""
     index = lifted.own_index(module)
+    parameters, empty = inspect.signature(module.forward).parameters, inspect.Parameter.empty
+    defaults = {name: each.default for name, each in parameters.items()}
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        # A default that one block is given and another is not makes no other graph.
+        kwargs = {name: each for name, each in kwargs.items() if each is not defaults.get(name, empty)}
         positional = dict(enumerate(args))
         with contextlib.ExitStack() as own:
             if index is not None:
