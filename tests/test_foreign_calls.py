@@ -635,6 +635,35 @@ def test_transforms_and_forward_mode_run_uncompiled() -> None:
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, expected[0][1])
 
 
+class Sums(Wired):
+    def forward(self, x: Tensor, sums: list[Tensor]) -> Tensor:
+        sums[self.index] = sums[self.index] + x
+        return torch.relu(self.linear(x))
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sums(index=index) for index in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = [x, x, x]
+        for block in self.blocks:
+            x = block(x=x, sums=sums)
+        return torch.stack([x, *sums])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
+def test_other_tracers_see_a_model_as_uncompiled() -> None:
+    model, x, other = Summed(), torch.randn(2, 4), torch.randn(3, 4)
+    expected = model(other)
+    compiled(model)
+    with torch.no_grad():
+        model(x)
+        torch.testing.assert_close(torch.jit.trace(model, (x,))(other), expected)
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(other), expected)
+
+
 class Growing(Block):
     def __init__(self) -> None:
         super().__init__(4)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
 from zoo.engine.autograd import transformed
@@ -208,6 +209,9 @@ class RegionCall:
         return self._by_dynamo(module, args, kwargs)
 
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
+            # Eager, as above; asked here alone, since no guard of a tensor passes in a trace.
+            return module._call_impl(*args, **kwargs)
         from torch._dynamo import config
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
