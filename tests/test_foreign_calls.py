@@ -789,6 +789,33 @@ def test_another_function_in_a_block_is_no_size_that_varies() -> None:
         assert model(x).shape == expected.shape
 
 
+class Settings(dict[str, Any]):
+    """Attributes are its items, so that a missing one is a KeyError."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def test_a_block_may_hold_on_to_modules_and_to_objects_with_attributes_of_their_own() -> None:
+    import numpy as np
+
+    class Held(Wired):
+        def forward(self, x: Tensor, settings: Settings) -> Tensor:
+            x = self.linear(x) * settings.scale * float(np.pi) * (self.index + 1)
+            return x if type(settings.library.kept) is list else -x
+
+    class Holding(Sequence):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, settings)
+            return x
+
+    settings = Settings(scale=2.0)
+    settings.library = types.ModuleType("library")
+    settings.library.kept = [1, 2, 3]
+    as_uncompiled(Holding(*(Held(index=index) for index in range(3))), torch.randn(2, 4), graphs={"Held": 1})
+
+
 class Picky(Wired):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-2] % 2:

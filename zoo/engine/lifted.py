@@ -533,7 +533,7 @@ def as_given(result: Any, swapped: list[tuple[Any, Any]]) -> Any:
 
 # Values that most objects hold, which have no container inside; and what is left as it is.
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size})
-_WHOLE = (torch.Tensor, nn.Module, type, fx.Proxy)
+_WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, fx.Proxy)
 
 
 def _containers(holders: Iterable[dict[Any, Any]], items: int) -> Iterator[tuple[dict[Any, Any], Any, Any]]:

@@ -227,7 +227,8 @@ def numbers_in(kinds: Any) -> tuple[dict[str, Attribute], Hashable]:
 
 def stands_in(value: Any) -> bool:
     """Whether a value stands for a list or dict of which a block has an item of its own (``OwnItem``, ``OwnEntry``)."""
-    return hasattr(value, "own_index")
+    # A ``hasattr`` would run the code of any object's ``__getattr__``, which may raise anything.
+    return isinstance(value, list | dict) and "own_index" in getattr(value, "__dict__", ())
 
 
 def _leaves(tree: Any, sizes: bool, inside: tuple[int, ...] = ()) -> Iterator[Hashable]:
@@ -261,7 +262,7 @@ def _held(value: Any, inside: tuple[int, ...] = ()) -> Hashable:
         return _held(value.own, inside)
     items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else ()
     items = [*items, *getattr(value, "__dict__", {}).values()]
-    if len(inside) > 6 or isinstance(value, type | nn.Module):
+    if len(inside) > 6 or isinstance(value, type | nn.Module | types.ModuleType):
         return (type(value),)
     return type(value), tuple(_held(each, inside) for each in items if id(each) not in inside)
 
