@@ -22,7 +22,7 @@ from torchvision.ops import StochasticDepth
 
 import zoo
 from benchmarks.conformance import MODELS
-from tests.blocks import Block, Sequence, Wired, graphs_of, same_gradients
+from tests.blocks import Asserting, Block, Sequence, Wired, graphs_of, same_gradients
 from zoo.engine.compile import plan_of
 from zoo.engine.graph_log import GRAPH_LOG
 from zoo.training import checkpoint_regions
@@ -836,6 +836,13 @@ def test_an_error_that_a_block_raises_is_raised_and_changes_nothing(sizes: tuple
         for size in (2, 4, 6, 8):
             model(torch.randn(size, 4))
     assert graphs_of(model) == {"Picky": 2}
+
+
+def test_an_assertion_that_fails_is_the_blocks_own() -> None:
+    model = compiled(Sequence(Asserting(), Asserting()).eval())
+    model(torch.randn(2, 4))
+    with pytest.raises(AssertionError, match="two rows are expected"):
+        model(torch.randn(3, 4))
 
 
 class Storing(Wired):

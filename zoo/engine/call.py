@@ -239,7 +239,7 @@ class RegionCall:
             raise  # an error of the model's own, with its line
         except TorchDynamoException as error:
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
-                if str(error).startswith("Observed exception"):
+                if str(error).startswith(("Observed exception", "Data-dependent assertion failed")):
                     self.module.forward(*args, **kwargs)  # raises the model's own error, with its message
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
