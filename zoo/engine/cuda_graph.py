@@ -73,7 +73,7 @@ class CapturingCall:
         if torch.compiler.is_compiling() or _is_watched():
             return self._call(*args, **kwargs)
         if not self._lock.acquire(blocking=False):
-            return self._plainly("another call was running", args, kwargs)
+            return self._plainly("another call was running; let threads take turns, by a lock", args, kwargs)
         try:
             return self._replay(args, kwargs)
         except _Uncapturable as reason:
