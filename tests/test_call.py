@@ -4,9 +4,11 @@ import copy
 import functools
 import gc
 import re
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +173,22 @@ def test_another_kind_of_input_is_noticed(x: torch.Tensor, by_dynamo: list[Any])
     assert len(by_dynamo) == 2
     torch.testing.assert_close(output, block._call_impl(x))
     assert output.requires_grad
+
+
+def test_threads_that_run_hooks_at_one_time_run_their_own() -> None:
+    model, x = blocks(8), torch.randn(3, 8)
+    expected = model[0](x)
+    both = threading.Barrier(2)
+
+    def wait(*_: Any) -> None:
+        both.wait(20)
+
+    model[0].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            for found in pool.map(model[0], [x, x]):
+                torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(model[0])
 
 
 def test_a_reset_forgets(by_dynamo: list[Any]) -> None:

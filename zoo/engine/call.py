@@ -93,6 +93,8 @@ class RegionCall:
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
         self._thread = threading.local()
+        # How many threads run the hooks around this module's forward.
+        self._in_hooks_now, self._counting = 0, threading.Lock()
         # Of enforce_budget: called with the module after each call.
         self.on_call: list[Callable[[nn.Module], None]] = []
         self._code: Any = getattr(self.forward, "__code__", None)
@@ -128,10 +130,12 @@ class RegionCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled code on the arguments of ``module.forward``."""
         module = self.module
-        if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
-            # Eager where a larger graph is traced, or a mode sees each operator (FLOP counters, fake tensors); and in
-            # torch.func and forward mode, where Dynamo compiles nothing and its code has no tangents.
-            return module._call_impl(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return module._call_impl(*args, **kwargs)  # part of a larger graph
+        if torch._C._len_torch_dispatch_stack() or transformed():
+            # Eager where a mode sees each operator (FLOP counters, fake tensors); and in torch.func and forward mode,
+            # where Dynamo compiles nothing and its code has no tangents.
+            return self._eagerly(args, kwargs)
         # FSDP2 replaces the class. Read here, since every call would pay for a function that reads it.
         hooks = module._forward_hooks or module._forward_pre_hooks or type(module) is not self._class
         if (hooks or module._backward_hooks or module._backward_pre_hooks) and self._has_hooks(module):
@@ -171,26 +175,34 @@ class RegionCall:
     def _has_hooks(self, module: nn.Module) -> bool:
         """Whether hooks, the user's or those of FSDP2, are still to run around the forward."""
         hooks = _hooks_of(module) or own_class(module) is not type(module)
-        return bool(
-            hooks and not self._in_hooks and self.forward is self._class_forward and "forward" not in module.__dict__
-        )
+        own = self.forward is self._class_forward and not _has_forward(module)
+        return bool(hooks and not self._in_hooks and own)
 
     def _inside_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run hooks eagerly, as FSDP2's must be, which gather weights before the forward and free them after it."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            module.__dict__.pop("forward", None)  # another thread may have called it
-            self._thread.in_hooks = True
-            try:
-                return self(*args, **kwargs)
-            finally:
-                self._thread.in_hooks = False
-
-        module.__dict__["forward"] = forward
+        with self._counting:
+            self._in_hooks_now += 1
+            module.__dict__["forward"] = self._forward_in_hooks
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            module.__dict__.pop("forward", None)
+            with self._counting:
+                self._in_hooks_now -= 1
+                if not self._in_hooks_now:
+                    module.__dict__.pop("forward", None)
+
+    def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module uncompiled; inside of its hooks, its forward alone."""
+        if self._in_hooks:
+            return self._class_forward(self.module, *args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+    def _forward_in_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        self._thread.in_hooks = True
+        try:
+            return self(*args, **kwargs)
+        finally:
+            self._thread.in_hooks = False
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -211,7 +223,7 @@ class RegionCall:
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
             # Eager, as above; asked here alone, since no guard of a tensor passes in a trace.
-            return module._call_impl(*args, **kwargs)
+            return self._eagerly(args, kwargs)
         from torch._dynamo import config
 
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
@@ -240,7 +252,7 @@ class RegionCall:
         except TorchDynamoException as error:
             if self._lifted is None or not (self._lifted.names or self._varied or self.newly_varied()):
                 if str(error).startswith(("Observed exception", "Data-dependent assertion failed")):
-                    self.module.forward(*args, **kwargs)  # raises the model's own error, with its message
+                    self._eagerly(args, kwargs)  # raises the model's own error, with its message
                 raise RegionError(self._cannot_compile(error)) from error
             raise _NoSymbol(_reason(error)) from error
         except ConstraintViolationError as error:
@@ -367,11 +379,17 @@ class RegionCall:
             or torch_module._global_forward_pre_hooks
             or torch_module._global_backward_hooks
             or torch_module._global_backward_pre_hooks
-            or "forward" in module.__dict__
+            or ("forward" in module.__dict__ and _has_forward(module))
             or type(module).forward is not self._class_forward
             or self.forward.__defaults__ is not self._default_values
             or has_stance()
         )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward besides its class's, and besides the one that a thread runs hooks by."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not RegionCall._forward_in_hooks
 
 
 def _hooks_of(module: nn.Module) -> Any:
