@@ -653,7 +653,7 @@ class Summed(nn.Module):
         return torch.stack([x, *sums])
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 def test_other_tracers_see_a_model_as_uncompiled() -> None:
     model, x, other = Summed(), torch.randn(2, 4), torch.randn(3, 4)
     model.blocks[0].register_forward_hook(lambda block, inputs, output: 2 * output)
