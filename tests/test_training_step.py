@@ -466,6 +466,7 @@ def test_a_step_that_was_cut_off_leaves_nothing_behind(autocast: torch.dtype | N
         (lambda m: made(m.requires_grad_(False))(draw(1)[0]), "depends on no parameter that learns"),
         (lambda m: made(m, optimizer=[optimizer_of(m)] * 2), r"is a list, expected one torch\.optim\.Optimizer"),
         (lambda m: made(m)(), "at least one batch"),
+        (lambda m: made(m)(torch.ones(2, 4), torch.ones(2).long()), r"step\(\(x, y\)\) is one batch"),
         (lambda m: made(m, lambda m, b: loss_of(m, b).detach())(draw(1)[0]), "loss has no gradient: it was detached"),
         (lambda m: made(m, lambda *_: torch.ones(3))(0), r"returned torch\.float32 \[3\].*a floating-point scalar"),
         (lambda m: made(m, lambda *_: torch.tensor(1))(0), r"returned torch\.int64.*expected a floating-point scalar"),

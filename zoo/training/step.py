@@ -150,12 +150,15 @@ class TrainingStep:
             NonFiniteError: If this or an earlier loss was not finite.
             CaptureError: With ``cuda_graph=True``, if the step waits for the device, a batch holds what cannot be
                 copied in, or the capture fails.
-            ValueError: If there is no batch, the model is not in training mode, or the loss is no scalar.
+            ValueError: If there is no batch, two are tensors of unlike kinds, the model is not in training mode, or the
+                loss is no scalar.
             RuntimeError: If the capture is outdated: an option of the optimizer changed, a weight was moved, frozen or
                 unfrozen.
         """
         if not batches:
             raise ValueError("a step needs at least one batch")
+        if len({(each.dtype, each.dim()) for each in batches if isinstance(each, Tensor)}) > 1:
+            raise ValueError("the batches are tensors of unlike kinds: step((x, y)) is one batch of two tensors")
         _check_training(self.model)
         loss = self._replay(batches) if self._captures else self._run(*batches)
         self.steps += 1
