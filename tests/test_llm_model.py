@@ -326,7 +326,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "prefill": (attend, (torch.randn(2, 3, 2, 32), cache, several, 4)),
         "attention": (decode_attention, (torch.randn(2, 4 * 32), cache, rows, rotary, head, head, 1e-6, 2, 5)),
-        "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 16).layers[0])),
+        "a step": (torch.no_grad()(step), (model, x, model.make_cache(2, 128).layers[0])),
         "a step of many": (torch.no_grad()(step), (*small(17, 1), small(17, 1)[0].make_cache(17, 16).layers[0])),
         "head": (torch.no_grad()(lambda model, x: model.head(x, model.output_weight)), (model, x[:1])),
         "sum": (add_up, (torch.randn(3, 100),)),
