@@ -67,7 +67,7 @@ class IndexedBlock(Wired):
 
 
 class Asserting(Wired):
-    """Is here since pytest writes the assertions of its tests anew."""
+    """Stands in this module since pytest rewrites assertions in modules of tests."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[-2] == 2, "two rows are expected"

@@ -441,13 +441,13 @@ def _warn_of_excess(entry: Entry) -> None:
     # The rest of a block after a graph break is a frame of its own.
     frame = entry.compile_id.partition("/")[0]
     alike = [e for e in alike if e.inputs == entry.inputs and e.graphs and e.compile_id.partition("/")[0] == frame]
-    name, graphs = entry.region.__name__, sum(e.graphs for e in alike)
+    found, name, graphs = plan.region_of(entry.name), entry.region.__name__, sum(e.graphs for e in alike)
     places = ", ".join(dict.fromkeys(e.name for e in alike))
     if name in plan.pending and graphs > 1:
         obstacle = plan.pending.pop(name)
         plan.told.add(name)
         NOTICES.append(f"{plan.report.model}: {graphs} graphs compiled for {places}, where one would do: {obstacle}")
-    elif name not in plan.told and len(alike) > MANY_BLOCKS and plan.region_of(entry.name).region.graphs is None:
+    elif name not in plan.told and len(alike) > MANY_BLOCKS and found.region.graphs is None:
         plan.told.add(name)
         # Of the one before: Dynamo notes the reason of a compilation after this.
         reason = (recompile_reason(alike[-2].compile_id) or "unknown").splitlines()[0]
@@ -456,7 +456,7 @@ def _warn_of_excess(entry: Entry) -> None:
             f"kind; further ones may follow. What differs: {reason}"
             + outside_of_hooks(model.get_submodule(entry.name), entry.name, reason)
         )
-    found, in_call = plan.region_of(entry.name), (entry.region, entry.mode, entry.model_inputs)
+    in_call = entry.region, entry.mode, entry.model_inputs
     same = [e for e in GRAPH_LOG.of(entry.model) if (e.region, e.mode, e.model_inputs) == in_call]
     own = {e.name for e in same if e.graphs and not (e.backward or e.varied)}
     unexpected = len(own) == len(found.modules) > found.graphs_needed + MANY_BLOCKS

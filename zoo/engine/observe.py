@@ -212,7 +212,7 @@ class _Unregistered:
 def _noting_reads(module: nn.Module, prefix: str, observed: Observed) -> Iterator[None]:
     """Note which instance attributes a region reads while it runs."""
     original = type(module)
-    # Of a module that blocks share, which each of them notes.
+    # Each block notes a module that several share: its class is one of these already.
     bases = (original,) if issubclass(original, _Unregistered) else (_Unregistered, original)
 
     class Noting(*bases):  # type: ignore[misc]

@@ -198,7 +198,7 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
                 yield from (f"{name}: in some calls the tensor that is inputs{where[3:]} too" for where in twin)
         elif len(kinds) > 1:
             yield f"{name}: {' / '.join(words) if len(words) > 1 else f'what {words.popitem()[0]} holds'}"
-    orders = dict.fromkeys(map(tuple, inputs))
+    orders = {tuple(each) for each in inputs}
     if len(orders) > 1 and len(set(map(frozenset, orders))) == 1:
         yield "inputs: a dict whose entries are in another order, which costs a graph where the code iterates over it"
 

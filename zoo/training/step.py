@@ -158,7 +158,8 @@ class TrainingStep:
         if not batches:
             raise ValueError("a step needs at least one batch")
         if len({(each.dtype, each.dim()) for each in batches if isinstance(each, Tensor)}) > 1:
-            raise ValueError("the batches are tensors of unlike kinds: step((x, y)) is one batch of two tensors")
+            given = ", ".join(map(_described, batches))
+            raise ValueError(f"the batches are unlike, {given}: step((x, y)) is one batch of two tensors")
         _check_training(self.model)
         loss = self._replay(batches) if self._captures else self._run(*batches)
         self.steps += 1
@@ -410,11 +411,16 @@ def _check_training(model: nn.Module) -> None:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"the loss function returned {what}, expected a floating-point scalar: loss.mean()?")
+        raise ValueError(
+            f"the loss function returned {_described(loss)}, expected a floating-point scalar: loss.mean()?"
+        )
     if not loss.requires_grad:
         why = "it was detached, depends on no parameter that learns, or was computed under torch.no_grad()"
         raise ValueError(f"the loss has no gradient: {why}")
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _can_skip(optimizer: Optimizer) -> bool:

@@ -115,11 +115,11 @@ def _attend(
         tl.extra.cuda.gdc_launch_dependents()
     head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
     place = head * PARTS + part
+    target = (place * D)[:, None] + column[None, :]
     if PARTS == 1:
-        total /= exponents[:, None]
-        tl.store(out + (head * D)[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=real[:, None])
+        tl.store(out + target, (total / exponents[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     else:
-        tl.store(partial + (place * D)[:, None] + column[None, :], total, mask=real[:, None])
+        tl.store(partial + target, total, mask=real[:, None])
         tl.store(stats + place * 2, greatest, mask=real)
         tl.store(stats + place * 2 + 1, exponents, mask=real)
 
