@@ -93,8 +93,6 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     import triton
     from triton.runtime import driver
 
-    from zoo.ops.triton import decode
-
     found = Gpu()
     monkeypatch.setattr(driver, "_active", found)
     monkeypatch.setattr(triton.compiler, "compile", found.compile)
@@ -104,7 +102,6 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in (torch.cuda, torch.cuda.graphs):
         monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(decode, "can_overlap", lambda device: True)
     monkeypatch.setattr(zoo.ops.common, "triton_runs_on", lambda device: True)
     monkeypatch.setattr(zoo.ops.common, "has_tma", lambda device: True)
     forget_compiled()

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="torch came without Triton, which GPUs only
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import compile as compile_for_real
 from triton.knobs import HookChain
 from triton.runtime import _allocation
 from triton.runtime.cache import get_cache_manager
@@ -38,7 +39,7 @@ from tests import (
 )
 from tests.fake_gpu import Gpu, kernels, lower
 from zoo.engine import kernel as kernel_module
-from zoo.engine.kernel import Kernel, by_tile, compile_together, kernel
+from zoo.engine.kernel import Kernel, by_tile, compile_together, follow, kernel
 
 
 @kernel(do_not_specialize=["rows"])
@@ -343,6 +344,32 @@ def test_a_second_derivative_is_refused(gpu: Gpu, monkeypatch: pytest.MonkeyPatc
             sum(each.float().square().sum() for each in first if each is not None).backward()
         refused.add(name.partition(":")[0])
     assert refused == {"bert", "gnn", "llm", "resnet", "unet"}
+
+
+@kernel
+def _followed(x, out, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_a_kernel_starts_before_the_last_one_ends_where_the_gpu_can(gpu: Gpu, monkeypatch, architecture: int) -> None:
+    kernel_module._overlap.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(architecture, 10))
+    target = GPUTarget("cuda", architecture, 32)
+    monkeypatch.setattr(gpu, "get_current_target", lambda: target)
+    _followed.device_caches.clear()
+    _followed[(4,)](torch.empty(4), torch.empty(4), OVERLAP=False)
+    _followed.bound((4,), [None, None], [0, 1], {"OVERLAP": False, **_followed.options_on(0)})(
+        torch.empty(4), torch.empty(4)
+    )
+    kernel_module._overlap.cache_clear()
+    assert gpu.launches == ["_followed"] * 2 and len(gpu.sources) == 1, "a bound launch is the same one"
+    ((source, options),) = gpu.sources.values()
+    code = compile_for_real(source, target=target, options=options).asm["ptx"]
+    overlaps = architecture >= 90
+    assert bool(options.get("launch_pdl")) == overlaps and ("griddepcontrol.wait" in code) == overlaps
+    assert ("griddepcontrol.launch_dependents" in code) == overlaps
 
 
 @pytest.mark.slow

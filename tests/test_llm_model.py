@@ -22,7 +22,6 @@ from tests.blocks import Doubled, graphs_of, same_gradients
 from tests.noted import noted
 from zoo.engine.captured import WeightsMovedError
 from zoo.engine.direct import has_nothing_to_fuse
-from zoo.engine.traced import tracing
 from zoo.llm import LLM, LLMLayer, Session
 from zoo.llm.generate import DecodeState, accept, sample
 from zoo.llm.model import _add_linear, token_mask, weight_of
@@ -372,24 +371,6 @@ def test_numbers_of_other_processes_are_read_past_all_caches(kind: str) -> None:
     assert [len(each) for each in places] == [1, pieces, pieces], "16 bytes of a thread for each process, in one or two"
     assert places[0][0] < min(places[1]) and max(places[1]) < min(places[2])
     assert "bar.sync" not in code and "st.shared" not in code, "a warp waits for no other"
-
-
-def test_kernels_of_a_step_overlap_where_their_graph_runs_as_it_is(monkeypatch: Any) -> None:
-    from zoo.ops.triton import decode as kernels
-
-    monkeypatch.setattr(kernels, "_has_dependent_launch", lambda device: True)
-
-    def asked(x: Tensor) -> Tensor:
-        return x + 1 if kernels.can_overlap(x.device) else x - 1
-
-    for runs in (False, True):
-        torch._dynamo.reset()
-        step = torch.compile(asked, backend="eager", fullgraph=True)
-        with tracing(to_run=runs):
-            step(torch.zeros(1))
-        # Code is called when nothing is traced, and is not compiled again.
-        with torch.compiler.set_stance("fail_on_recompile"):
-            assert step(torch.zeros(1)).item() == (1 if runs else -1)
 
 
 def decode(model: LLM, tokens: Tensor) -> Tensor:

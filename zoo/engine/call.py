@@ -66,16 +66,15 @@ class RegionCall:
     ``fullgraph`` and ``dynamic`` are as ``torch.compile`` takes them, and ``options`` makes its other arguments when
     something is first compiled. Regions that may break run in several frames, always by Dynamo. ``lifted`` are numbers
     that are symbols of the graph, None for a region that was declared; with them ``dynamic=None`` learns which sizes
-    vary from this module's own calls. ``runs_directly``: a graph with nothing to fuse runs as it is traced.
+    vary from this module's own calls.
     """
 
     def __init__(
         self, module: nn.Module, *, name: str = "", fullgraph: bool, dynamic: bool | None = False,
-        lifted: Lifted | None = None, runs_directly: bool, options: Callable[[], dict[str, Any]],
+        lifted: Lifted | None = None, options: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
         self.module = module
         self._name = name
-        self._runs_directly = runs_directly
         self._options = options
         self._lifted = lifted
         self._learns_sizes = dynamic is None
@@ -229,7 +228,7 @@ class RegionCall:
         # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
         # ask for a profiler five times in each call.
         how = configured(config, skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
-        with _patching, how, tracing(to_run=self._runs_directly), only_compiling():
+        with _patching, how, tracing(), only_compiling():
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
             # Before the call, which may change what guards read, such as a cache that it writes to.
             entry, known = self._entry(module, args, kwargs) if keeps else (None, [])

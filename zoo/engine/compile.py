@@ -208,12 +208,9 @@ def place_calls(model: nn.Module, choices: Choices, example: Example | None = No
         how = functools.cache(functools.partial(_options, region, choices, backend, dynamic, fullgraph))
         lifted = None if report.declared else symbols[region]
         calls += [
-            RegionCall(
-                module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=lifted,
-                runs_directly=backend == "inductor", options=how,
-            )
+            RegionCall(module, name=name, fullgraph=fullgraph, dynamic=dynamic, lifted=lifted, options=how)
             for name, module in group.items()
-        ]  # fmt: skip
+        ]
     if not lazily:
         for call in calls:
             _ = call.compiled

@@ -392,7 +392,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
             launch = _compilers_own("_empty_strided_cuda")  # on the current device
             args = [tuple(like.shape), like.stride(), like.dtype]
         elif _launches(node):
-            launch, args, named = _launch(kernels, gpu is not None, **node.kwargs)
+            launch, args, named = _launch(kernels, gpu, **node.kwargs)
         else:
             continue
         _replace(graph.graph, node, launch, tuple(args), named)
@@ -407,7 +407,7 @@ def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: lis
 
 
 def _launch(
-    kernels: list[Any], bind: bool, *, kernel_idx: int, constant_args_idx: int, grid: list[Any],
+    kernels: list[Any], gpu: torch.device | None, *, kernel_idx: int, constant_args_idx: int, grid: list[Any],
     kwargs: dict[str, Any], tma_descriptor_metadata: dict[str, Any], **_: Any,
 ) -> tuple[Callable[..., None], list[Any], dict[str, Any]]:  # fmt: skip
     """A function that launches a kernel, and the arguments to call it with, by position and by name."""
@@ -426,13 +426,15 @@ def _launch(
     # A symbolic size that follows a constant.
     computed = {name: each for name, each in named.items() if isinstance(each, fx.Node)}
     options.update((name, each) for name, each in named.items() if name not in computed)
+    if gpu is not None:
+        options |= kernel.options_on(gpu.index)
     described = [*map(_described, positional, tiles)]
     kernels.append((kernel, described, {**options, **{name: _described(each) for name, each in computed.items()}}))
     varying = [index for index, each in enumerate(positional) if isinstance(each, fx.Node)]
     tensors = [positional[index] if tiles[index] else _at_its_address(positional[index]) for index in varying]
     examples = [(positional[index].meta.get("example_value"), tiles[index]) for index in varying]
     fixed = all(isinstance(each, Tensor) and (tile is None or _has_fixed_layout(each)) for each, tile in examples)
-    if bind and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
+    if gpu is not None and fixed and not computed and not any(isinstance(each, fx.Node) for each in grid[0]):
         constants = [None if isinstance(each, fx.Node) else each for each in positional]
         of_tensors = [tiles[index] for index in varying]
         return _bound(kernel, tuple(grid[0]), constants, varying, options, of_tensors), tensors, computed

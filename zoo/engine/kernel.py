@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import ASTSource, CompiledKernel
@@ -28,13 +29,44 @@ MOST_LAUNCHES = 1024
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``triton.jit``, for kernels that are launched from Python. Takes the same options."""
+    """``triton.jit``, for kernels that are launched from Python. Takes the same options.
+
+    A kernel with a constant ``OVERLAP`` starts while the kernel before it ends, where the GPU can do so. It is launched
+    with ``OVERLAP=False``, all that the compiler is shown, and is compiled with True. It calls :func:`wait` before it
+    touches memory that other kernels write.
+    """
     if function is None:
         return functools.partial(kernel, **options)
     # The interpreter compiles nothing; on AMD GPUs Triton also looks at the size of a tensor's memory.
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return triton.jit(function, **options)
     return Kernel(function, **options)
+
+
+@functools.cache
+def _overlap(device: int) -> dict[str, bool]:
+    return {"OVERLAP": True, "launch_pdl": True} if torch.cuda.get_device_capability(device) >= (9, 0) else {}
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Wait for the end of the kernel before, whose writes are visible only then."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def permit(OVERLAP: tl.constexpr):
+    """Permit the next kernel, which starts when all programs have."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """Wait for the kernel before, then permit the next."""
+    wait(OVERLAP)
+    permit(OVERLAP)
 
 
 def compile_together(launches: Sequence[tuple[Kernel, list[Any], dict[str, Any]]]) -> None:
@@ -232,6 +264,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
+        self._overlaps = any(each.name == "OVERLAP" for each in self.params)
         KERNELS.append(self)
         # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
         # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
@@ -246,6 +279,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         self.compile = functools.partial(_compile, self.compile)
         return made
 
+    def options_on(self, device: int) -> dict[str, bool]:
+        """More options of a launch on a device."""
+        return _overlap(device) if self._overlaps else {}
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self.launch, grid)
 
@@ -257,6 +294,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         if there != device and there != -1:  # Triton launches on the current device, wherever the tensors are
             with torch.cuda.device(there):
                 return self.launch(grid, *arguments, **options)
+        if self._overlaps:
+            options |= _overlap(device)
         key, values = self._described(arguments, options)
         if key is None or self._is_watched():
             return self.run(*arguments, grid=grid, warmup=False, **options)

@@ -98,29 +98,17 @@ class Traced:
 # By Dynamo's number of the compilation, which begins again after a reset.
 _traced: WeakValueDictionary[str, Traced] = WeakValueDictionary()
 _new: list[Traced] | None = None
-_to_run = False
 
 
 @contextlib.contextmanager
-def tracing(to_run: bool) -> Iterator[None]:
-    """Keep what is traced until a region has it, for one thread; meanwhile :func:`traced_to_run` says ``to_run``."""
-    global _new, _to_run
-    before = _new, _to_run
-    _new, _to_run = [], to_run
+def tracing() -> Iterator[None]:
+    """Keep what is traced until a region has it, for one thread."""
+    global _new
+    before, _new = _new, []
     try:
         yield
     finally:
-        _new, _to_run = before
-
-
-def traced_to_run() -> bool:
-    """Whether a graph with nothing to fuse will run as it is traced, and not be compiled by Inductor."""
-    return _to_run
-
-
-# Dynamo folds the answer without a guard: compiled code is called when nothing is traced. The public decorator,
-# ``torch.compiler.assume_constant_result``, would import Dynamo.
-traced_to_run._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        _new = before
 
 
 def note_guards(guards: Sequence[Any]) -> None:

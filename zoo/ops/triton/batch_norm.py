@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import follow, kernel
 from zoo.ops.common import ceil_div
 from zoo.ops.images import NO_NORM, Tensors
 from zoo.ops.triton.tiles import TURNS, tile_of_product, total_of
@@ -125,8 +125,9 @@ def of_rows(tensor, place, inner, seen):
 @kernel(do_not_specialize=["rows", "share"])
 def _apply(
     x, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, rows, channels,
-    share, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    share, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     _, channel, live, begin, end = span(rows, channels, share, BLOCK)
     offset = of_channels(bias, channel, live)
     if mean is not None:
@@ -154,8 +155,9 @@ def _apply(
 def _product_norm_act(
     x, matrix, mean, variance, weight, bias, other, other_mean, other_variance, other_weight, other_bias, out, norms,
     rows, inputs, channels, eps: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr, TURNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     row, column = tile_of_product(tl.cdiv(rows, ROWS), tl.cdiv(channels, BLOCK), ROWS, BLOCK, TURNS)
     value = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, inputs, INPUTS):
@@ -371,7 +373,7 @@ def product_norm_act(
         TensorDescriptor.from_tensor(x, [down, depth]), TensorDescriptor.from_tensor(matrix, [across, depth]),
         *own, None if residual is None else TensorDescriptor.from_tensor(residual, tile), *(other if norms else own),
         TensorDescriptor.from_tensor(out, tile), norms, rows, inputs, channels, eps,
-        ROWS=down, BLOCK=across, INPUTS=depth, TURNS=TURNS, num_warps=4, num_stages=stages,
+        ROWS=down, BLOCK=across, INPUTS=depth, TURNS=TURNS, OVERLAP=False, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -382,7 +384,7 @@ def norm_act(x: Tensor, norm: Tensors, residual: Tensor | None, residual_norm: T
     out = torch.empty_like(x)
     sizes, grid = rows_to_write(x, APPLY)
     other = None if residual is None else by_pixels(residual)
-    _apply[grid](x, *norm, other, *residual_norm, out, *sizes, eps, **APPLY)
+    _apply[grid](x, *norm, other, *residual_norm, out, *sizes, eps, OVERLAP=False, **APPLY)
     return out
 
 
@@ -460,8 +462,9 @@ def _greatest_of_row(x, place, left, centre, right, sign, seen):
 @kernel(do_not_specialize=["height", "width", "share"])
 def _pool(
     x, mean, variance, weight, bias, out, height, width, channels, share, eps: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     image, lines, columns, channel, column, begin, end = strip(height, width, channels, share, ROWS, BLOCK)
     live = channel < channels
     seen = (column < columns)[:, None] & live[None, :]
@@ -588,7 +591,7 @@ def _max_pool_backward(grad, which, grad_x, height, width, channels, share, ROWS
 def norm_act_pool(x: Tensor, norm: Tensors, eps: float) -> Tensor:
     """Max pooling of relu(norm of x [N, C, H, W]), or relu(x + bias) without a mean: [N, C, h, w] in channels_last."""
     x, out, sizes, grid = _pool_launch(x)
-    _pool[grid](x, *norm, out, *sizes, eps, **POOL)
+    _pool[grid](x, *norm, out, *sizes, eps, OVERLAP=False, **POOL)
     return out
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import follow, kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import MOST_AT_ONCE, Own, Rows
 
@@ -142,8 +142,9 @@ def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial, rows, num_chunks, chunk_size,
     own_rows, CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
     RELU: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     readable = column < READABLE
@@ -182,7 +183,9 @@ def _merge_sums(
     partial, long_rows, row_scale, bias, x, out, num_rows, own_rows,
     CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, RELU: tl.constexpr,
     OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     number = tl.program_id(0)
@@ -228,7 +231,7 @@ def csr_sum(
     _csr_sum[grid_of(rows, channels, blocks)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial, *rows.limits,
         x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], RELU=relu,
-        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, OVERLAP=False, **blocks,
     )  # fmt: skip
     if partial is not None:
         merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable, relu)
@@ -248,7 +251,8 @@ def merge_sums(
     own_rows, stride = (0, 0) if x is None else x.shape
     _merge_sums[merge_grid(rows.long_rows, channels, tile)](
         partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows, CHANNELS=channels,
-        READABLE=readable, STRIDE=stride, OWN=own, RELU=relu, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **tile,
+        READABLE=readable, STRIDE=stride, OWN=own, RELU=relu, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
+        OVERLAP=False, **tile,
     )  # fmt: skip
 
 

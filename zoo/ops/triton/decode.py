@@ -1,10 +1,9 @@
 """Kernels of a decoding step of few rows. Each kernel begins while its predecessor ends.
 
 Between two kernels of a few microseconds the GPU idles for about one microsecond. Programmatic dependent launch, on
-Hopper and newer, overlaps them. A kernel starts as soon as all programs of its predecessor permit it
-(``gdc_launch_dependents``). It waits for the predecessor's end (``gdc_wait``) before it touches memory that any kernel
-writes; only weights are loaded earlier. So the kernel right before a step must not write weights; in a model it is an
-embedding lookup.
+Hopper and newer, overlaps them. A kernel starts as soon as all programs of its predecessor ``permit`` it. It must
+``wait`` for the predecessor's end before it touches memory that any kernel writes; only weights are loaded earlier. So
+the kernel right before a step must not write weights; in a model it is an embedding lookup.
 A product reads every weight row once, fused with the activation and the residual add behind it. One row of features is
 multiplied by ordinary instructions, fused with its norm too; several rows by tensor cores, after a norm of its own.
 For more rows weights are read by TMA, and programs share the columns of a row; a kernel behind adds their parts. A
@@ -19,21 +18,18 @@ Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.engine.kernel import kernel
-from zoo.engine.traced import traced_to_run
+from zoo.engine.kernel import follow, kernel, permit, wait
 from zoo.ops.common import ceil_div, next_power, tma_runs
 from zoo.ops.triton import norms
 
 # Slots per step of a program, and programs that fill a large GPU.
-BLOCK, ENOUGH = 64, 264
+BLOCK, ENOUGH = 64, 256
 
 
 @triton.jit
@@ -53,10 +49,10 @@ def _rotated(source, norm, cos, sin, half, inside, eps, D: tl.constexpr, COUNT: 
 def _attend(
     qkv, q_norm, k_norm, rotary, positions, cache, out, partial, stats, eps: tl.constexpr, scale: tl.constexpr, slots,
     window, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAP)
     part = tl.program_id(0)
     key_head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -110,9 +106,8 @@ def _attend(
         exponents = exponents * fade + tl.sum(share, 1)
         total = tl.dot(share.to(value.dtype), value, total * fade[:, None], input_precision="ieee")
         greatest = top
-    if OVERLAP:
-        # Permitted only here: weight loads of later kernels would queue ahead of this kernel's keys and values.
-        tl.extra.cuda.gdc_launch_dependents()
+    # Permitted only here: weight loads of later kernels would queue ahead of this kernel's keys and values.
+    permit(OVERLAP)
     head = (batch * KEY_HEADS + key_head) * (HEADS // KEY_HEADS) + member
     place = head * PARTS + part
     target = (place * D)[:, None] + column[None, :]
@@ -126,9 +121,7 @@ def _attend(
 
 @kernel
 def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_PARTS)
     column = tl.arange(0, D)
@@ -140,26 +133,6 @@ def _merge(partial, stats, out, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_PART
     place = ((head * PARTS + part) * D)[:, None] + column[None, :]
     total = tl.sum(fade[:, None] * tl.load(partial + place, mask=live[:, None], other=0.0), 0)
     tl.store(out + head * D + column, (total / exponents).to(out.dtype.element_ty))
-
-
-def can_overlap(device: torch.device) -> bool:
-    """Whether kernels here may use programmatic dependent launch. Inductor of torch 2.11 does not launch them so."""
-    if torch.compiler.is_dynamo_compiling():
-        return traced_to_run() and _has_dependent_launch(device)
-    return _is_known_to_have_dependent_launch(device)
-
-
-def _has_dependent_launch(device: torch.device) -> bool:
-    on_cuda = device.type == "cuda" and torch.version.hip is None
-    return on_cuda and torch.cuda.get_device_properties(device).major >= 9
-
-
-_is_known_to_have_dependent_launch = functools.cache(_has_dependent_launch)
-
-
-def overlap_on(device: torch.device) -> dict[str, bool]:
-    """Launch options. Only overlapping kernels get ``launch_pdl``: Triton for AMD's GPUs does not know it."""
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 
 def decode_attention(
@@ -175,15 +148,14 @@ def decode_attention(
         partial = qkv.new_empty(batch, heads, parts, width, dtype=torch.float32)
         stats = qkv.new_empty(batch, heads, parts, 2, dtype=torch.float32)
     out = qkv.new_empty(batch, heads * width)
-    overlap = overlap_on(qkv.device)
     _attend[(parts, key_heads, batch)](
         qkv, q_norm, k_norm, rotary, positions, cache, out, partial, stats, eps, width**-0.5, slots,
         slots if window is None else window, HEADS=heads, KEY_HEADS=key_heads, D=width,
-        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, num_warps=4, **overlap,
+        GROUP=max(next_power(heads // key_heads), 16), PARTS=parts, BLOCK=BLOCK, OVERLAP=False, num_warps=4,
     )  # fmt: skip
     if parts > 1:
         _merge[(batch * heads,)](
-            partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), num_warps=4, **overlap
+            partial, stats, out, D=width, PARTS=parts, BLOCK_PARTS=next_power(parts), OVERLAP=False, num_warps=4
         )
     return out
 
@@ -203,13 +175,11 @@ def _linear(
     """One row of features times weight rows, whole ones if they fit into BLOCK_C columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < N
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    permit(OVERLAP)
     first = _load_columns(weight, row, live, 0, C, BLOCK_C)
     if GATED:
         first_up = _load_columns(weight + N * C, row, live, 0, C, BLOCK_C)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAP)
     column = tl.arange(0, BLOCK_C)
     result = tl.zeros([ROWS], tl.float32)
     up = tl.zeros([ROWS], tl.float32)
@@ -267,9 +237,8 @@ def _linear_rows(
     total = tl.zeros([PARTS, TILE, SLOTS], tl.float32)
     place = weight + of_weight * C + across
     given = x + of_x * C + down
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    permit(OVERLAP)
+    wait(OVERLAP)
     for begin in range(0, SPAN, BLOCK_C):
         numbers = tl.load(place + begin, mask=there & (across + begin < C), other=0.0)
         value = tl.load(given + begin, mask=(of_x < M) & (down + begin < C), other=0.0)
@@ -301,9 +270,8 @@ def _linear_tiles(
     part = tl.program_id(1)
     total = tl.zeros([TILE, SLOTS], tl.float32)
     up = tl.zeros([TILE, SLOTS], tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    permit(OVERLAP)
+    wait(OVERLAP)
     for begin in range(part * SPAN, part * SPAN + SPAN, BLOCK_C):
         value = x.load([0, begin])
         total = tl.dot(weight.load([row, begin]).to(value.dtype), value.T, total, input_precision="ieee")
@@ -328,9 +296,7 @@ def _add_parts(
     """The sum of parts [PARTS, SIZE], plus a bias and a residual."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < SIZE
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    follow(OVERLAP)
     part = (tl.arange(0, PARTS) * SIZE)[:, None] + place[None, :]
     total = tl.sum(tl.load(parts + part, mask=live[None, :], other=0.0), 0)
     if bias is not None:
@@ -362,7 +328,6 @@ def linear(
     residual = None if residual is None else residual.contiguous()
     n, m = n // 2 if gated else n, x.shape[0]
     out = x.new_empty(m, n)
-    overlap = overlap_on(x.device)
     if m == 1:
         # Whole weight rows at once if they fit. Rows of one program share the features; enough programs must remain.
         block = min(next_power(columns), 8192)
@@ -370,18 +335,18 @@ def linear(
         warps = min(max(next_power(rows * block * x.element_size()) // (32 * THREAD_BYTES), 2), 8)
         _linear[(ceil_div(n, rows),)](
             x, norm, weight, scale, bias, residual, out, eps, N=n, C=columns, ROWS=rows, BLOCK_C=block, GATED=gated,
-            num_warps=warps, **overlap,
+            OVERLAP=False, num_warps=warps,
         )  # fmt: skip
         return out
     if norm is not None:
-        x = norms.norm(x, None, None, norm, None, eps, keep=False)[0]
+        x = norms.norm(x, None, None, norm, None, eps, keep=False, early=True)[0]
     if m > FEW_ROWS and columns % 16 == 0 and tma_runs(x):
         return _linear_by_tma(x, weight, bias, residual, gated, scale)
     tile, parts = 16, 4
     block = min(256 // x.element_size(), max(next_power(ceil_div(columns, parts)), 16))
     _linear_rows[(ceil_div(n, tile // 2 if gated else tile),)](
         x, weight, scale, bias, residual, out, M=m, N=n, C=columns, SLOTS=max(next_power(m), 8), TILE=tile,
-        PARTS=parts, BLOCK_C=block, GATED=gated, num_warps=4, **overlap,
+        PARTS=parts, BLOCK_C=block, GATED=gated, OVERLAP=False, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -394,19 +359,19 @@ def _linear_by_tma(
     tiles, parts = ceil_div(n, TMA_TILE), 1
     while not gated and 2 * parts * tiles <= MOST_PROGRAMS:
         parts *= 2
-    alone, overlap = parts == 1 and bias is None and residual is None, overlap_on(x.device)
+    alone = parts == 1 and bias is None and residual is None
     product = x.new_empty(parts, m, n, dtype=x.dtype if alone else torch.float32)
     slots, block = max(next_power(m), 16), 256 // x.element_size()
     _linear_tiles[(tiles, parts)](
         TensorDescriptor.from_tensor(x, [slots, block]), TensorDescriptor.from_tensor(weight, [TMA_TILE, block]), scale,
         product, M=m, N=n, SPAN=ceil_div(columns, parts * block) * block, GATED=gated, TILE=TMA_TILE, SLOTS=slots,
-        BLOCK_C=block, num_warps=4, num_stages=TMA_STAGES, **overlap,
+        BLOCK_C=block, OVERLAP=False, num_warps=4, num_stages=TMA_STAGES,
     )  # fmt: skip
     if alone:
         return product[0]
     out, block = x.new_empty(m, n), 512
     _add_parts[(ceil_div(m * n, block),)](
-        product, bias, residual, out, N=n, SIZE=m * n, PARTS=parts, BLOCK=block, num_warps=4, **overlap
+        product, bias, residual, out, N=n, SIZE=m * n, PARTS=parts, BLOCK=block, OVERLAP=False, num_warps=4
     )
     return out
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import follow, kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.triton.tiles import add_parts
 
@@ -25,13 +25,16 @@ ROWS, TILE = 4, 2048
 @kernel(do_not_specialize=["rows"])
 def _norm(
     x, added, shift, weight, bias, after, count, summed, total, out, low, mean, rstd, rows, columns,
-    eps: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    eps: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Layer norm (RMS norm without a bias) of x, or of x + added + shift. ``total`` gets that sum plus ``after``."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     live = column < columns
+    if EARLY:
+        factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    follow(OVERLAP)
     real = first + row < rows
     if count is not None:
         real = real & (first + row < tl.load(count))
@@ -50,7 +53,8 @@ def _norm(
     if summed is not None:
         tl.store(summed + place, value, mask=seen)
     value = value.to(tl.float32)
-    factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    if not EARLY:
+        factor = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)[None, :]
     if bias is None:
         root = tl.rsqrt(tl.sum(value * value, 1) / columns + eps)
         value = (value * root[:, None]).to(out.dtype.element_ty).to(tl.float32) * factor
@@ -146,13 +150,13 @@ def _norm_backward(
 def norm(
     x: Tensor, added: Tensor | None, shift: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     low_dtype: torch.dtype | None = None, after: Tensor | None = None, count: Tensor | None = None, *,
-    keep: bool = True,
+    keep: bool = True, early: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Layer norm of the sum, or without a bias its RMS norm, and a copy of the norm in ``low_dtype``.
 
     Then the sum [..., C], plus ``after`` [C] if that is given. If kept, also the sum alone, the mean of each row [...]
     (layer norm only) and its factor (rstd) [...]; a sum is written if it is kept or has an ``after``. With a count [1]
-    int32, rows from it on are not computed.
+    int32, rows from it on are not computed. ``early`` promises that the kernel before writes no weight.
     """
     x, weight = x.contiguous(), weight.contiguous()
     added, shift, bias, after = [None if each is None else each.contiguous() for each in (added, shift, bias, after)]
@@ -168,7 +172,9 @@ def norm(
         given = x, added, shift, weight, bias, after, count, summed, total, out, low, mean, rstd, rows, columns, eps
         # Layer norms keep more of a row in registers, and lose less by fewer warps than RMS norms.
         warps = 4 if at_once > 1 or (bias is not None and block == TILE) else _warps(block)
-        _norm[(ceil_div(rows, at_once),)](*given, ROWS=at_once, COLUMNS=block, num_warps=warps)
+        _norm[(ceil_div(rows, at_once),)](
+            *given, ROWS=at_once, COLUMNS=block, EARLY=early, OVERLAP=False, num_warps=warps
+        )
     summed = x if summed is None else summed
     return out, low, summed if total is None else total, summed, mean, rstd
 

@@ -9,7 +9,7 @@ all-reduce 6.6 us, NCCL 7.8 us.
 A process has two slots for the numbers of each rank: one for sums of even count, one for sums of odd count. No number
 is overwritten before it is read. Proof: a process that writes for sum e + 2 has ended sum e + 1, so it has read what
 every rank wrote for e + 1. Each rank wrote that after its sum e ended, so it has read the numbers that are overwritten
-now. Kernels of one stream, also early ones, touch shared memory only after all earlier kernels have ended: ``gdc_wait``
+now. Kernels of one stream, also early ones, touch shared memory only after all earlier kernels have ended: ``wait``
 waits for the predecessor, which waited for its own predecessor. The same holds for each program, whatever the size of a
 sum: a program writes and reads all words of its block every time. Until the new number arrives a word holds the count
 of the sum before the last, so the lowest 16 bits of a count are enough.
@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import kernel, permit, wait
 from zoo.ops.common import ceil_div
-from zoo.ops.triton import decode
 
 # Words of a program. A program is one warp, independent of others. Half-precision threads write 16 bytes at once.
 WORDS = 128
@@ -51,17 +50,15 @@ def _sum(
     part, out, counts, addresses, n, RANKS: tl.constexpr, CAPACITY: tl.constexpr, WORDS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
-        # Permitted at once: the next kernel loads weights while this kernel waits for the other ranks' numbers.
-        tl.extra.cuda.gdc_launch_dependents()
+    # Permitted at once: the next kernel loads weights while this kernel waits for the other ranks' numbers.
+    permit(OVERLAP)
     bits: tl.constexpr = part.dtype.element_ty.primitive_bitwidth
     number: tl.constexpr = tl.int16 if bits == 16 else tl.int32
     word: tl.constexpr = tl.int32 if bits == 16 else tl.int64
     program = tl.program_id(0)
     place = program * WORDS + tl.arange(0, WORDS)
     own = _pointer(addresses, RANKS, word)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    wait(OVERLAP)
     count = tl.load(counts + program) + 1
     label = (count & 0xFFFF).to(word)
     start = (count & 1) * (RANKS * CAPACITY) + place
@@ -90,7 +87,7 @@ def sum_of_parts(part: Tensor, shared: Shared) -> Tensor:
     out, n = torch.empty_like(part), part.numel()
     _sum[(ceil_div(n, WORDS),)](
         part, out, shared.counts, shared.addresses, n, RANKS=shared.addresses.shape[0] - 1, CAPACITY=capacity(shared),
-        WORDS=WORDS, num_warps=1, **decode.overlap_on(part.device),
+        WORDS=WORDS, OVERLAP=False, num_warps=1,
     )  # fmt: skip
     return out
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from zoo.engine.kernel import kernel
+from zoo.engine.kernel import follow, kernel
 from zoo.ops.common import ceil_div
 
 
@@ -169,8 +169,9 @@ PIXELS = 128
 @kernel
 def _space_to_depth(
     x, out, stride_n, stride_c, stride_y, stride_x, height, width, pixels, H, W, offset,
-    C: tl.constexpr, D: tl.constexpr, PIXELS: tl.constexpr,
+    C: tl.constexpr, D: tl.constexpr, PIXELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    follow(OVERLAP)
     pixel = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     channel = tl.arange(0, D)
     image, place = pixel // (H * W), pixel % (H * W)
@@ -190,7 +191,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     pixels = x.shape[0] * height * width
     _space_to_depth[(ceil_div(pixels, PIXELS),)](
         x, out, *x.stride(), x.shape[2], x.shape[3], pixels, height, width, offset,
-        C=x.shape[1], D=channels, PIXELS=PIXELS, num_warps=4,
+        C=x.shape[1], D=channels, PIXELS=PIXELS, OVERLAP=False, num_warps=4,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)
 
