@@ -31,13 +31,15 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Other norms, groups and widths are drawn in test_fuzz.py.
 RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "basic": (BasicBlock, [1, 2, 1, 1], {}),
     "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
     "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
     "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
     "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
+    "other momentum": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, momentum=0.5, eps=1e-2)}),
+    "groups": (Bottleneck, [1, 1, 1, 1], {"groups": 2, "width_per_group": 6}),
+    "no memory": (Bottleneck, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
 }
 # What test_fuzz.py does not draw.
 GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [

@@ -1,21 +1,16 @@
-"""Random models of every family, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
+"""Random models of texts and graphs, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
 import itertools
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
 import transformers
-from diffusers import UNet2DConditionModel
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops import FrozenBatchNorm2d
 
-import zoo
 from tests.bert_reference import NAMES
 from tests.fuzzing import (
     Results,
@@ -30,10 +25,9 @@ from tests.fuzzing import (
     round_trips,
     seeds,
 )
-from tests.gnn_reference import edges_of
 from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.bert import pack, unpack
-from zoo.gnn import CSRGraph, GATConv, NeighborSampler, SAGEConv
+from zoo.gnn import CSRGraph, GATConv, SAGEConv
 from zoo.training import TrainingStep
 
 pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
@@ -361,152 +355,6 @@ def test_bipartite_convolutions(data, kind, sources, destinations, dtype, seed):
         torch.testing.assert_close(
             found[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-@fuzz
-@given(
-    data=st.data(), nodes=st.integers(1, 30), batch_size=st.integers(1, 9), layers=st.integers(1, 3), seed=seeds,
-    dtype=one_of(torch.float64, torch.float32),
-)  # fmt: skip
-def test_sampled_training(data, nodes, batch_size, layers, seed, dtype):
-    edge_index = data.draw(edges(nodes, nodes))
-    fanouts = data.draw(st.lists(one_of(-1, 1, 2, 5), min_size=layers, max_size=layers))
-    options = {name: data.draw(st.booleans()) for name in ("normalize", "root_weight", "project", "bias")}
-    options |= {"aggr": data.draw(one_of("mean", "max", "sum")), "jk": data.draw(one_of(None, "cat", "last"))}
-    sizes = {"in_channels": data.draw(st.integers(1, 6)), "hidden_channels": data.draw(st.integers(1, 6))}
-    theirs = randomize(pyg.GraphSAGE(**sizes, num_layers=layers, out_channels=3, **options), seed).to(dtype)
-    sampler = NeighborSampler(
-        edge_index, fanouts=fanouts, batch_size=batch_size, num_nodes=nodes, seed=seed % 1000, workers=0
-    )
-    x = torch.randn(nodes, sizes["in_channels"], generator=torch.Generator().manual_seed(seed)).to(dtype)
-    met = []
-    for batch in sampler.epoch(0):
-        count = int((batch.seeds >= 0).sum())
-        met += batch.seeds[:count].tolist()
-
-        def run(model: nn.Module, graph: Any, x: Tensor, count: int = count) -> list[Tensor]:
-            output = model(x, graph)[:count]
-            return [output, *torch.autograd.grad(output.square().sum(), list(model.parameters()), allow_unused=True)]
-
-        ours = zoo.from_upstream(theirs)
-        found = run(ours, batch.graphs, x[batch.nodes])
-        drawn = edges_of(batch)
-        plain = run(theirs, drawn, x[batch.nodes])
-        named = dict(zip((n for n, _ in theirs.named_parameters()), plain[1:], strict=True))
-        expected = zoo.gnn.convert.WEIGHTS.convert_state_dict({**theirs.state_dict(), **named}, ours.config)
-        tolerance = 1e-4 if dtype == torch.float32 else 1e-9
-        torch.testing.assert_close(found[0], plain[0], rtol=tolerance, atol=tolerance)
-        scale = 1 + max(float(each.norm()) for each in plain[1:] if each is not None)
-        for (name, _), gradient in zip(ours.named_parameters(), found[1:], strict=True):
-            torch.testing.assert_close(gradient, expected[name], rtol=tolerance, atol=tolerance * scale)
-    assert sorted(met) == list(range(nodes))
-
-
-@st.composite
-def resnet_models(draw: Any) -> dict[str, Any]:
-    bottleneck = draw(st.booleans())
-    options: dict[str, Any] = {
-        "block": Bottleneck if bottleneck else BasicBlock,
-        "layers": draw(st.lists(one_of(1, 1, 2), min_size=4, max_size=4)),
-        "num_classes": draw(st.integers(1, 5)),
-    }
-    if bottleneck:
-        options |= {"groups": draw(one_of(1, 2, 4)), "width_per_group": draw(one_of(1, 4, 6))}
-        options["replace_stride_with_dilation"] = draw(st.lists(st.booleans(), min_size=3, max_size=3))
-    if draw(rarely):
-        return options | {"norm_layer": partial(nn.GroupNorm, 1)}
-    kind, own = draw(one_of(nn.BatchNorm2d, FrozenBatchNorm2d)), {"eps": draw(one_of(1e-5, 1e-2))}
-    if kind is nn.BatchNorm2d:
-        own |= {"momentum": draw(one_of(0.1, 0.5)), "track_running_stats": draw(st.booleans())}
-    return options | {"norm_layer": partial(kind, **own)}
-
-
-@pytest.mark.slow
-@fuzz
-@given(
-    options=resnet_models(), dtype=dtypes, rows=st.integers(1, 3), sides=st.tuples(*[st.integers(1, 40)] * 2),
-    channels=one_of(3, 3, 1), last=st.booleans(), training=st.booleans(), seed=seeds,
-)  # fmt: skip
-def test_resnets(options, dtype, rows, sides, channels, last, training, seed):
-    # Not drawn twice: it is most of the time.
-    with torch.device("meta"):
-        module = ResNet(**options)
-        if channels != 3:
-            module.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    theirs = randomize(module.to_empty(device="cpu"), seed).train(training)
-    if convert(theirs, [*options, "bn1"]) is None:
-        return
-    images = torch.randn(rows, channels, *sides, generator=torch.Generator().manual_seed(seed))
-    if last:
-        images = images.contiguous(memory_format=torch.channels_last)
-
-    # On a CPU torch's bfloat16 convolutions read memory that nobody wrote in their backward, for images of one pixel.
-    differentiable = dtype != torch.bfloat16
-
-    def run(model: nn.Module, dtype: torch.dtype) -> Results:
-        x = images.to(dtype, copy=True).requires_grad_(differentiable)
-        with torch.set_grad_enabled(differentiable):
-            return backward({"logits": model(x)}, x)
-
-    try:
-        ours = compare(theirs, run, dtype)
-    except ValueError:
-        both_refuse(theirs, run, dtype)
-    else:
-        round_trips(theirs, ours, "resnet-debug")
-
-
-@st.composite
-def unet_models(draw: Any) -> dict[str, Any]:
-    levels = draw(st.integers(1, 2))
-    attended = draw(st.lists(st.booleans(), min_size=levels, max_size=levels))
-    heads = draw(one_of(1, 2))
-    options: dict[str, Any] = {
-        "in_channels": draw(st.integers(1, 5)),
-        "out_channels": draw(st.integers(1, 5)),
-        "block_out_channels": tuple(8 * draw(st.integers(1, 2)) for _ in range(levels)),
-        "down_block_types": tuple("CrossAttnDownBlock2D" if each else "DownBlock2D" for each in attended),
-        "up_block_types": tuple("CrossAttnUpBlock2D" if each else "UpBlock2D" for each in reversed(attended)),
-        "layers_per_block": draw(st.integers(1, 2)),
-        "transformer_layers_per_block": draw(st.integers(1, 2)),
-        "attention_head_dim": heads,
-        "cross_attention_dim": draw(st.integers(1, 9)),
-        "norm_num_groups": draw(one_of(1, 2, 4)),
-        "norm_eps": draw(one_of(1e-5, 1e-3)),
-        "use_linear_projection": draw(st.booleans()),
-        "upcast_attention": draw(st.booleans()),
-        "center_input_sample": draw(rarely),
-        "act_fn": "relu" if draw(rarely) else "silu",
-        "dual_cross_attention": draw(rarely),
-    }
-    return options | ({"time_cond_proj_dim": 3} if draw(st.booleans()) else {})
-
-
-@pytest.mark.slow
-@fuzz
-@given(
-    options=unet_models(), dtype=dtypes, rows=st.integers(1, 2), sides=st.tuples(*[st.integers(1, 5)] * 2),
-    tokens=st.integers(1, 5), timestep=st.integers(0, 999), seed=seeds,
-)  # fmt: skip
-def test_unets(options, dtype, rows, sides, tokens, timestep, seed):
-    theirs = randomize(UNet2DConditionModel(**options), seed).eval()
-    if convert(theirs, options) is None:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    scale = 2 ** (len(options["block_out_channels"]) - 1)
-    sample = torch.randn(rows, options["in_channels"], *(scale * side for side in sides), generator=generator)
-    text = torch.randn(rows, tokens, options["cross_attention_dim"], generator=generator)
-    condition = torch.randn(rows, options.get("time_cond_proj_dim", 1), generator=generator)
-
-    def run(model: nn.Module, dtype: torch.dtype) -> Results:
-        inputs = [each.to(dtype, copy=True).requires_grad_() for each in (sample, text, condition)]
-        given = {"timestep_cond": inputs[2]} if "time_cond_proj_dim" in options else {}
-        output = model(inputs[0], torch.tensor(timestep), encoder_hidden_states=inputs[1], **given)
-        return backward({"sample": output.sample}, *inputs)
-
-    # A norm over two values amplifies a rounding up to a million times.
-    ours = compare(theirs, run, dtype, floor=1e-8)
-    round_trips(theirs, ours)
 
 
 @fuzz
