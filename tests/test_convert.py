@@ -77,6 +77,12 @@ def graph_inputs(weighted: bool) -> dict[str, Tensor]:
     return given
 
 
+# Beside the options that bert.CASES have.
+BERTS: list[dict[str, Any]] = [
+    *({"hidden_act": act} for act in ("gelu_new", "gelu_pytorch_tanh", "relu")),
+    {"layer_norm_eps": 1e-2, "type_vocab_size": 3, "hidden_size": 12},
+    {"add_pooling_layer": False},
+]
 # A model, its inputs, and whether it trains.
 PARITY: dict[str, tuple[Make, Callable[[Any], dict[str, Any]], bool]] = {
     **{
@@ -86,6 +92,10 @@ PARITY: dict[str, tuple[Make, Callable[[Any], dict[str, Any]], bool]] = {
             False,
         )
         for kind, head in bert.CASES
+    },
+    **{
+        f"bert {each}": (partial(bert.make, "bert", "pooled", **each), lambda _: bert.batch("bert"), False)
+        for each in BERTS
     },
     **{kind: (partial(llm.make, kind), lambda _: {"input_ids": llm.tokens(3, 17)}, False) for kind in llm.KINDS},
     **{case: (partial(unet.make, case), unet.inputs, False) for case in unet.CASES},

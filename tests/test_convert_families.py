@@ -43,10 +43,13 @@ def test_outputs_and_losses(kind: str, head: str) -> None:
     batch, labels = bert.batch(kind), bert.labels(head)
     ids = batch["input_ids"]
     shifted = torch.arange(7, 18)[None]
+    holes = torch.ones_like(ids)
+    holes[:, 0] = holes[2:, 4:7] = 0
     with torch.inference_mode():
         for inputs in (
             {"input_ids": ids},
             {"input_ids": ids, "attention_mask": batch["attention_mask"]},
+            {"input_ids": ids, "attention_mask": holes},
             {**batch, "attention_mask": batch["attention_mask"].bool(), "position_ids": shifted},
             {"input_ids": ids, "position_ids": shifted.expand(4, -1).flip(1)},
             {"input_ids": ids.int(), **labels},
