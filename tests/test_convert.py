@@ -41,7 +41,6 @@ RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
     "groups": (Bottleneck, [1, 1, 1, 1], {"groups": 2, "width_per_group": 6}),
     "no memory": (Bottleneck, [1, 1, 1, 1], {"norm_layer": partial(nn.BatchNorm2d, track_running_stats=False)}),
 }
-# What test_fuzz.py does not draw.
 GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (pyg.GCN, {"num_layers": 4, "act": "elu", "act_kwargs": {"alpha": 0.7}}),
     # Without a bias and a norm it would write into what the aggregation returned.
@@ -56,6 +55,12 @@ GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
     (pyg.GAT, {"heads": 8, "num_layers": 1, "hidden_channels": 3}),
     (pyg.GraphSAGE, {"aggr": "add", "project": True}),
     (pyg.GraphSAGE, {"hidden_channels": 6, "out_channels": 6, "num_layers": 3}),
+    (pyg.GCN, {"normalize": False, "norm": "batch", "act": "gelu", "act_first": True}),
+    (pyg.GCN, {"out_channels": None, "jk": "max", "act": None}),
+    (pyg.GAT, {"heads": 2, "concat": False, "negative_slope": 0.7, "residual": True, "jk": "last"}),
+    (pyg.GAT, {"add_self_loops": False, "act": "tanh", "jk": "cat"}),
+    (pyg.GraphSAGE, {"normalize": True, "root_weight": False, "aggr": "max"}),
+    (pyg.GraphSAGE, {"norm": "layer", "jk": "max", "project": True}),
 ]
 
 
@@ -126,10 +131,8 @@ def test_outputs_gradients_and_buffers_are_upstreams(name: str) -> None:
     theirs = make().train(trains)
     inputs = inputs_of(theirs)
 
-    def run(model: nn.Module, dtype: torch.dtype) -> Results:
-        given = {
-            key: value.to(dtype).clone().requires_grad_() if _learns(value) else value for key, value in inputs.items()
-        }
+    def run(model: nn.Module) -> Results:
+        given = {key: value.double().requires_grad_() if _learns(value) else value for key, value in inputs.items()}
         # torchvision and the zoo name images otherwise.
         outputs = model(given["x"]) if name.startswith("resnet") else model(**given)
         if not isinstance(outputs, (Tensor, dict)):
@@ -141,8 +144,10 @@ def test_outputs_gradients_and_buffers_are_upstreams(name: str) -> None:
         return backward(found, *(value for value in given.values() if _learns(value)))
 
     # Rotary tables and frequencies of timesteps are float32 in both, by formulas that differ in the last bit.
-    floor = 1e-6 if name in llm.KINDS else 1e-7 if name in unet.CASES else 1e-10
-    ours = compare(theirs, run, torch.float64, floor=floor)
+    limit = 1e-6 if name in llm.KINDS else 1e-7 if name in unet.CASES else 1e-10
+    ours = compare(theirs, run, limit)
+    back = zoo.to_upstream(ours)
+    assert type(back) is type(theirs) and zoo.from_upstream(back).config == ours.config
     assert ours.training is trains
 
 

@@ -163,6 +163,18 @@ def test_names_of_old_releases(tmp_path: Path) -> None:
         assert bert.relative_error(pooled, theirs.bert(**batch).pooler_output) < 1e-5
 
 
+@pytest.mark.parametrize("kind", llm.KINDS)
+def test_masks_with_holes_and_positions_further_on(kind: str) -> None:
+    theirs, ids = llm.make(kind), llm.tokens(3, 12)
+    ours, mask, positions = convert(theirs), torch.ones_like(ids), torch.arange(7, 19)[None]
+    mask[0, :3] = mask[1, 5:7] = mask[2, 9:] = 0
+    with torch.no_grad():
+        for given in ({"attention_mask": mask}, {"attention_mask": mask, "position_ids": positions}):
+            found, expected = ours(ids, **given), theirs(ids, **given).logits
+            # Of padding nobody reads a logit.
+            assert found.isfinite().all() and bert.relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-5
+
+
 def test_tokens_are_kept_but_for_a_padding_token_of_minus_one_that_would_freeze_a_row() -> None:
     theirs = llm.make("llama", pad_token_id=3, bos_token_id=1, eos_token_id=[2, 5])
     config = convert(theirs).config

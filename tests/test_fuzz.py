@@ -1,4 +1,4 @@
-"""Random language and graph models, and random training runs, against upstream's and a plain loop; see fuzzing.py."""
+"""Random convolutions of graphs and random training runs, against upstream's and a plain loop; see fuzzing.py."""
 
 import itertools
 from typing import Any
@@ -6,113 +6,16 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.fuzzing import (
-    Results,
-    backward,
-    compare,
-    convert,
-    dtypes,
-    fuzz,
-    one_of,
-    randomize,
-    rarely,
-    round_trips,
-    seeds,
-)
+from tests.fuzzing import Results, backward, fuzz, one_of, randomize, seeds
 from tests.training_models import build, draw, loss_of, optimizer_of, plain_losses
 from zoo.gnn import CSRGraph, GATConv, SAGEConv
 from zoo.training import TrainingStep
 
-pytestmark = pytest.mark.usefixtures("one_thread", "exact_norms")
-
-
-@st.composite
-def llm_models(draw: Any) -> tuple[str, dict[str, Any]]:
-    name = draw(one_of("Llama", "Mistral", "Qwen2", "Qwen3"))
-    key_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    width = draw(one_of(2, 4, 6, 16))
-    options: dict[str, Any] = {
-        "vocab_size": draw(st.integers(8, 40)),
-        "hidden_size": key_heads * groups * draw(one_of(2, 4, 6)),
-        "intermediate_size": draw(st.integers(1, 20)),
-        "num_hidden_layers": draw(st.integers(1, 2)),
-        "num_attention_heads": key_heads * groups,
-        "num_key_value_heads": key_heads,
-        "max_position_embeddings": 40,
-        "rms_norm_eps": draw(one_of(1e-6, 1e-3)),
-        "tie_word_embeddings": draw(st.booleans()),
-        "pad_token_id": draw(one_of(None, 0, 3)),
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "hidden_act": "gelu" if draw(rarely) else "silu",
-    }
-    if name in ("Llama", "Qwen3") or draw(st.booleans()):
-        options["head_dim"] = width
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw(one_of(100.0, 10000.0))}
-    kind = "yarn" if draw(rarely) else draw(one_of("default", "linear", "llama3"))
-    if kind != "default":
-        rope |= {"rope_type": kind, "factor": draw(one_of(1.5, 8.0))}
-    if kind == "llama3":
-        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    options["rope_parameters"] = rope
-    if name == "Llama":
-        options |= {"attention_bias": draw(rarely), "mlp_bias": draw(rarely)}
-    elif name == "Mistral":
-        options["sliding_window"] = draw(one_of(None, 1, 2, 3, 5, 12))
-    elif draw(st.booleans()):
-        layers = options["num_hidden_layers"]
-        options |= {"use_sliding_window": True, "sliding_window": draw(st.integers(1, 12))}
-        options["max_window_layers"] = 1 if draw(rarely) else draw(one_of(0, layers))
-    return name, options
-
-
-def build_llm(name: str, options: dict[str, Any], seed: int) -> Any:
-    cls = getattr(transformers, f"{name}ForCausalLM")
-    return randomize(cls(cls.config_class(**options)), seed).eval()
-
-
-@fuzz
-@given(data=st.data(), made=llm_models(), dtype=dtypes, rows=st.integers(1, 3), tokens=st.integers(1, 14), seed=seeds)
-def test_prompts(data: st.DataObject, made: Any, dtype: torch.dtype, rows: int, tokens: int, seed: int) -> None:
-    name, options = made
-    theirs = build_llm(name, options, seed)
-    named = {"head_dim", "layer_types", "rope_type", *options}
-    if convert(theirs, named) is None:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(options["vocab_size"], (rows, tokens), generator=generator)
-    mask = None
-    if data.draw(st.booleans()):
-        holes = st.lists(st.booleans(), min_size=rows * tokens, max_size=rows * tokens)
-        mask = torch.tensor(data.draw(holes)).view(rows, tokens).long()
-    shift = data.draw(one_of(None, 0, 7))
-    positions = None if shift is None else torch.arange(shift, shift + tokens)[None]
-    # Of padding nobody reads a logit.
-    read = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-
-    def run(model: nn.Module, dtype: torch.dtype) -> Results:
-        logits = model(ids, attention_mask=mask, position_ids=positions)
-        logits = logits if isinstance(logits, Tensor) else logits.logits
-        assert read.all() or logits.isfinite().all()
-        return backward({"logits": logits[read]})
-
-    # Rotary tables are float32 in both, by formulas that differ in the last bit.
-    ours = compare(theirs, run, dtype, floor=1e-6)
-    round_trips(theirs, ours)
-
-
-def both_refuse(theirs: nn.Module, run: Any, dtype: torch.dtype) -> None:
-    """Batch norm of one value a channel, in training."""
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        run(theirs, dtype)
-
-
-GRAPH_PRESETS = {"GCN": "gcn-debug", "GAT": "gat-debug", "GraphSAGE": "graphsage-debug"}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite
@@ -121,77 +24,6 @@ def edges(draw: Any, sources: int, destinations: int) -> Tensor:
     pairs = st.tuples(st.integers(0, sources - 1), st.integers(0, destinations - 1))
     drawn = draw(st.lists(pairs, max_size=30))
     return torch.tensor(drawn, dtype=torch.int64).view(-1, 2).t().contiguous()
-
-
-@st.composite
-def gnn_models(draw: Any) -> tuple[str, dict[str, Any]]:
-    name = draw(one_of(*GRAPH_PRESETS))
-    heads = draw(st.integers(1, 3)) if name == "GAT" else 1
-    options = {
-        "in_channels": draw(st.integers(1, 9)),
-        "hidden_channels": heads * draw(st.integers(1, 5)),
-        "num_layers": draw(st.integers(1, 3)),
-        "out_channels": draw(one_of(None, 1, 3)),
-        "act": draw(one_of("relu", "elu", "gelu", "tanh", None)),
-        "act_first": draw(st.booleans()),
-        "norm": "graph_norm" if draw(rarely) else draw(one_of(None, "batch", "layer")),
-        "jk": "lstm" if draw(rarely) else draw(one_of(None, "last", "cat", "max")),
-        "bias": draw(st.booleans()),
-    }
-    if options["jk"] == "lstm":
-        options["num_layers"] = 2  # or it may have no width in torch-geometric
-    if options["out_channels"] is not None and name == "GAT":
-        options["out_channels"] *= heads
-    if name == "GCN":
-        options |= {"improved": draw(st.booleans()), "normalize": draw(st.booleans())}
-    elif name == "GAT":
-        options |= {"heads": heads, "concat": draw(st.booleans()), "negative_slope": draw(one_of(0.2, 0.0, 0.7))}
-        options |= {"add_self_loops": draw(st.booleans()), "residual": draw(st.booleans())}
-        options |= {"v2": draw(rarely)}
-    else:
-        options |= {"aggr": "lstm" if draw(rarely) else draw(one_of("mean", "max", "sum"))}
-        options |= {name: draw(st.booleans()) for name in ("normalize", "root_weight", "project")}
-    return name, options
-
-
-@fuzz
-@given(data=st.data(), made=gnn_models(), dtype=dtypes, nodes=st.integers(1, 12), seed=seeds, training=st.booleans())
-def test_graph_models(data, made, dtype, nodes, seed, training):
-    name, options = made
-    edge_index = data.draw(edges(nodes, nodes))
-    if name == "GCN":
-        # Of the self-loops of a node the last counts alone; torch-geometric gives the others its gradient.
-        pairs = edge_index.t().tolist()
-        kept = [index for index, (a, b) in enumerate(pairs) if a != b or [a, b] not in pairs[:index]]
-        edge_index = edge_index[:, kept]
-    # Multiples of a quarter: a degree is zero in each dtype or in none.
-    quarters = st.lists(st.integers(-8, 12), min_size=edge_index.shape[1], max_size=edge_index.shape[1])
-    weights = data.draw(st.none() | quarters) if name == "GCN" else None
-    scale = data.draw(one_of(0.1, 1.0, 20.0))
-    theirs = randomize(getattr(pyg, name)(**options), seed).train(training)
-    if convert(theirs, [*options, "convs"]) is None:
-        return
-    features = scale * torch.randn(nodes, options["in_channels"], generator=torch.Generator().manual_seed(seed))
-
-    def run(model: nn.Module, dtype: torch.dtype) -> Results:
-        inputs = [features.to(dtype, copy=True).requires_grad_()]
-        if weights is not None:
-            inputs.append((torch.tensor(weights) / 4).to(dtype, copy=True).requires_grad_())
-        return backward({"output": model(inputs[0], edge_index, *inputs[1:])}, *inputs)
-
-    try:
-        # Batch norm of rows that are nearly equal divides their rounding by the root of eps; in bfloat16 that is all.
-        normed = training and options["norm"] == "batch"
-        dtype = torch.float32 if normed and dtype == torch.bfloat16 else dtype
-        # GraphSAGE that normalises a single channel returns signs: the outputs' weights, cosines, cancel in gradients.
-        widths = options["hidden_channels"], options["out_channels"]
-        signs = name == "GraphSAGE" and options["normalize"] and 1 in widths
-        floor = 1e-3 if normed and dtype == torch.float32 else 0.0
-        ours = compare(theirs, run, dtype, floor=floor, least_gradient=1.0 if signs else 0.0)
-    except ValueError:
-        both_refuse(theirs, run, dtype)
-    else:
-        round_trips(theirs, ours, GRAPH_PRESETS[name])
 
 
 @fuzz
