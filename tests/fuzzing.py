@@ -1,4 +1,4 @@
-"""How models and training runs are drawn at random, and a model held against the upstream library's in float64.
+"""How cases are drawn at random, and how a model is held against the upstream library's in float64.
 
 A gradient that cancels to zero is rounding: errors of gradients are relative to the largest of the model's.
 """

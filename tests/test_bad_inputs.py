@@ -501,7 +501,6 @@ def graphs() -> list[Refusal]:
 
     misuse = [
         (lambda: gat(X, EDGES, weights), "does not use edge weights"),
-        (lambda: sage(X, EDGES, weights), "does not use edge weights"),
         (lambda: sage.prepare(EDGES, weights), unused),
         (lambda: gat(X, weighted), unused),
         (lambda: gcn(X, graph, weights), r"with a CSRGraph.*with_weights"),

@@ -54,7 +54,6 @@ GNN = Arms(family="gnn", model="gcn", input="karate")
 UNET = Arms(family="unet", model="unet-debug", input="2x8x8")
 FOREIGN = Arms(family="foreign", model="llama-debug", input="static-4")
 EPOCH = "epoch-4x32"
-STATIC = "epoch-static-4x32"
 
 
 def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
@@ -552,15 +551,6 @@ def test_continuous_batching(impl: str, strategy: str) -> None:
 
 
 SMALL = GraphSpec(nodes=3_000, edges=40_000, features=16, classes=5, hub=900)
-
-
-def test_karate_is_the_real_club():
-    graph = graphs.load("karate")
-    assert (graph.nodes, graph.edges, graph.classes, graph.data) == (34, 156, 4, "bundled (KarateClub)")
-    # Instructor and president, the two hubs of the paper, are not friends.
-    degree = torch.bincount(graph.edge_index[1])
-    assert degree[0] == 16 and degree[33] == 17
-    assert not ((graph.edge_index[0] == 0) & (graph.edge_index[1] == 33)).any()
 
 
 @pytest.mark.parametrize("power_law", [False, True])

@@ -2,7 +2,6 @@
 
 import functools
 import io
-import math
 import re
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
@@ -92,7 +91,6 @@ def test_a_broken_block_changes_no_file(tmp_path: Path, docs: Path, capsys: pyte
         (["{here}"], "holds no rows; run python -m benchmarks.run --out"),
         (["--check", "{here}/none.md"], "does not exist; give Markdown"),
         (["--check", "{here}"], "holds no Markdown; give *.md files"),
-        (["--update", "{here}"], "holds no Markdown; give *.md files"),
         (["{here}/run"], "report.html"),  # which cannot be written
     ],
 )
@@ -287,14 +285,6 @@ def _printed(results: list[Result], width: int) -> str:
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width and "…" not in text
     return text
-
-
-def test_numbers() -> None:
-    numbers = (None, 0, 0.5, 0.04918, 9.996, 99.96, 999.4, 999.6, 12345.6, 0.00012345, math.inf)
-    said = ["–", "0", "0.500", "0.0492", "10.0", "100", "999", "1,000", "12,346", "1.23e-04", "∞"]
-    assert [cells.significant(number) for number in numbers] == said
-    said = [cells.calls(value) for value in (None, math.nan, math.inf, 0, 1234, 9999, 15_485_067, 2e12)]
-    assert said == ["–", "unclear", "never", "0", "1,234", "10.0k", "15.5M", "2,000G"]
 
 
 # Races: what is odd in them. All else is in the tables of the committed rows, which test_docs.py compares.
