@@ -48,7 +48,6 @@ GRAPHS = [
     ({"edge_index": EDGES.to("meta")}, ValueError, r"edge_index is on meta and x on cpu; move one of them"),
     ({"x": X[:, :7]}, ValueError, r"x has shape \[5, 7\], expected \[N, 12\]"),
     ({"x": X.double()}, TypeError, r"x is torch\.float64 and the weights torch\.float32"),
-    ({"x": X.long()}, TypeError, r"x is torch\.int64, expected torch\.float32"),
     ({"x": X.to("meta")}, ValueError, "x is on meta and the weights on cpu"),
 ]  # fmt: skip
 # What is wrong with the inputs of each model: new values, or what is made of the example's.
@@ -59,7 +58,6 @@ BAD: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
         ({"input_ids": IDS * 128}, ValueError, "values from 128 to 128, but vocab_size is 128: pass 0"),
         ({"input_ids": IDS.repeat(1, 13)}, ValueError, "input_ids has 65 tokens, but the model has 64 positions"),
         ({"attention_mask": IDS[:1]}, ValueError, r"attention_mask has shape \[1, 5\], expected \[2, 5\]"),
-        ({"attention_mask": IDS.to("meta")}, ValueError, "attention_mask is on meta and input_ids on cpu"),
         ({"token_type_ids": IDS[:, :3]}, ValueError, r"token_type_ids has shape \[2, 3\]"),
         ({"token_type_ids": IDS * 2}, ValueError, "values from 2 to 2, but type_vocab_size is 2"),
         ({"position_ids": IDS[0]}, ValueError, r"position_ids has shape \[5\], expected \[2, 5\] or \[1, 5\]"),
@@ -464,7 +462,6 @@ def models() -> list[Refusal]:
 WEIGHTS: list[tuple[Any, ...]] = [
     ({"edge_weight": torch.rand(4)}, r"edge_weight has shape \[4\], expected \[3\], one weight per edge"),
     ({"edge_weight": torch.arange(3)}, r"edge_weight is torch\.int64, expected floating-point numbers", TypeError),
-    ({"edge_weight": torch.rand(3, device="meta")}, "edge_weight is on meta and the edges on cpu"),
 ]  # fmt: skip
 SAMPLED: list[tuple[Any, ...]] = [
     ({"fanouts": ()}, r"fanouts are \(\); one a hop"),
@@ -554,7 +551,6 @@ LABELS: list[tuple[Any, ...]] = [
     ({"head": "masked-lm"}, {"labels": IDS[:, :3]}, r"labels has shape \[2, 3\], expected \[2, 5\]"),
     ({"head": "masked-lm"}, {"labels": IDS * 128}, "from 128 to 128, but the number of classes is 128"),
     ({"head": "sequence-classification"}, {"labels": IDS}, r"expected \[2\] or \[2, 1\]; integers"),
-    ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 2}, "labels has values from 2"),
     ({"head": "sequence-classification"}, {"labels": IDS[:, 0] * 1.0}, r"expected \[2, 2\]; integers"),
     ({"head": "question-answering"}, {"labels": IDS}, "pass start_positions and end_positions"),
     ({"head": "question-answering"}, {"start_positions": IDS[:, 0]}, "one of them is missing"),

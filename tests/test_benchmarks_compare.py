@@ -71,7 +71,6 @@ def _changed(**changes: Any) -> dict[str, Any]:
     ("bad", "said"),
     [
         (_changed(schema=7), r"rows\.jsonl:2: the row has schema 7, this code reads 1"),
-        (_changed(schema=None), "schema None"),
         (_changed(speed=1, colour=2), r"speed: .*; colour: .*; newer code wrote this row: update"),
         (_changed(check={"error": 1e-7, "digits": 3}), r"check\.digits: Unexpected"),
         (_changed(case={"family": "gnn"}), r"case\.model: Field required"),

@@ -42,7 +42,6 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("", "--family is missing"),
         ("--famly FAKE", "--family"),
         ("--family FAKE --strategy regonal", "did you mean 'regional'?"),
-        ("--family FAKE --strategy full,regional+cudagrph", "did you mean 'regional+cudagraph'?"),
         ("--family FAKE --mode reduce_overhead", "did you mean 'reduce-overhead'?"),
         ("--family FAKE --model god", "did you mean 'good'?"),
         ("--family FAKE --dtype float23", "did you mean"),

@@ -432,6 +432,15 @@ def test_dropout_draws_the_same_numbers_with_kernels_and_without(counted: Counte
         near(expected, outputs_and_gradients(model, inputs), 2e-6)
 
 
+@pytest.mark.parametrize("act", ["gelu", "gelu_new", "relu"])
+def test_every_activation(act: str, counted: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.create("bert-debug", head="none", hidden_act=act, num_hidden_layers=1, **STILL).train()
+    found = outputs_and_gradients(model, zoo.example_inputs(model))
+    assert counted[ACTIVATION] == (act != "relu") and counted[NORM] == 2
+    leave_to_torch(monkeypatch)
+    near(found, outputs_and_gradients(model, zoo.example_inputs(model)), 2e-6)
+
+
 def test_kernels_take_what_they_know(counted: Counter[str]) -> None:
     layer = zoo.create("bert-debug", **STILL).layers[0].eval()
     x = torch.randn(2, 5, 32)
