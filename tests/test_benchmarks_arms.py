@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 import zoo
 from benchmarks import strategies
-from benchmarks.families import bert_arms, foreign, gnn, gnn_arms, graphs, llm, llm_arms, load, unet, unet_arms
+from benchmarks.families import bert_arms, gnn, gnn_arms, graphs, llm, llm_arms, unet, unet_arms
 from benchmarks.families.bert import config_of
 from benchmarks.families.bert_arms import LABELS, Task
 from benchmarks.families.gnn import KINDS, _implementation
@@ -35,12 +35,10 @@ from benchmarks.families.gnn_arms import Architecture, architecture
 from benchmarks.families.graphs import GraphSpec
 from benchmarks.plan import IMPLEMENTATIONS, Case
 from benchmarks.strategies import Trainer, apply
-from benchmarks.worker import Handler
 from tests import workloads
 from tests.noted import noted
 from tests.workloads import Arms, call, error, first_call, output_of, tensors
 from zoo.bert import PackedBatch
-from zoo.bert.model import PRESETS as BERTS
 from zoo.engine.captured import shapes_of
 from zoo.engine.graphed_step import GraphedStep
 from zoo.gnn import NeighborSampler
@@ -56,7 +54,6 @@ GNN = Arms(family="gnn", model="gcn", input="karate")
 UNET = Arms(family="unet", model="unet-debug", input="2x8x8")
 FOREIGN = Arms(family="foreign", model="llama-debug", input="static-4")
 EPOCH = "epoch-4x32"
-STATIC = "epoch-static-4x32"
 
 
 def test_a_ragged_batch_is_the_same_rows_packed_and_padded():
@@ -119,36 +116,6 @@ def test_declared_shapes_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch)
         assert shapes_of(pytree.tree_leaves(batch)) in declared
     for impl in ("upstream", "upstream-tuned"):
         assert BERT.training(input=EPOCH, impl=impl).shapes == ()
-
-
-@pytest.mark.slow
-def test_lengths_as_they_come_are_recompiles_and_declared_sizes_are_none(tmp_path, monkeypatch):
-    monkeypatch.setitem(BERTS, "bert-debug", dataclasses.replace(BERTS["bert-debug"], num_hidden_layers=1))
-    found = {}
-    for name, changes in (
-        ("static", {"input": STATIC, "impl": "upstream", "strategy": "full"}),
-        ("as shipped", {"input": EPOCH, "impl": "upstream", "strategy": "full"}),
-        ("padded", {"input": EPOCH, "impl": "upstream-tuned", "strategy": "full"}),
-        ("packed", {"input": EPOCH, "impl": "zoo", "strategy": "regional"}),
-    ):
-        torch.compiler.reset()
-        arm = Handler()
-        arm.load(workload="bert")
-        arm.prepare(case=BERT.case(workload="train", **changes).to_json(), data_root=None, seed=0)
-        arm.start_up(folder=str(tmp_path / name))
-        first = arm.first_call()
-        assert first["recompiles"] == [], name
-        assert arm.calibrate(milliseconds=1.0) == {"calls": 2}
-        for _ in range(5):
-            arm.round(calls=2)
-        found[name] = len(arm.kernels()["recompiles"])
-    first_ones = list(BERT.training(input=STATIC, impl="upstream").loader())[:10]
-    lengths = len({batch["input_ids"].shape for batch in first_ones})
-    # The first graph is of the longest; eight are allowed in all, then the rest runs eagerly. Torch 2.11 notes
-    # the ninth, which it refuses, as well.
-    assert lengths == 8 and found["static"] in (7, 8)
-    assert 0 < found["as shipped"] <= 2
-    assert found["padded"] == found["packed"] == 0
 
 
 # A stand-in for the preset of this name: norms of heads, an output product of its own, heads that do not add up.
@@ -268,12 +235,6 @@ def test_stacks_and_graphs_with_repeated_edges_match_the_reference(kind: str, im
     prepared = GNN.prepare(seed=1, model=kind, impl=impl, input="cora-powerlaw")
     assert prepared.data == "generated, power law"
     assert error(call(prepared), prepared.reference()) < 1e-5
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_graph_is_static_and_the_features_are_not(impl: str):
-    prepared = GNN.prepare(impl=impl)
-    assert "edge_index" in prepared.static and {*prepared.static, "x"} == {*prepared.inputs} != {*prepared.static}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -589,24 +550,7 @@ def test_continuous_batching(impl: str, strategy: str) -> None:
         step.stop()
 
 
-@pytest.mark.slow
-def test_models_are_of_real_size() -> None:
-    millions = {name: foreign.parameters(name) // 1_000_000 for name in foreign.MODELS if "debug" not in name}
-    assert millions == {"llama-1b": 1235, "vit-l": 304, "flux-4-8": 2545, "convnext-base": 88, "whisper-small": 241}
-    one = FOREIGN.case(model="llama-1b", input="static-64", dtype="bfloat16", device="cuda")
-    assert 10e9 < load("foreign").estimate(one, reference=False) < load("foreign").estimate(one, reference=True) < 17e9
-
-
 SMALL = GraphSpec(nodes=3_000, edges=40_000, features=16, classes=5, hub=900)
-
-
-def test_karate_is_the_real_club():
-    graph = graphs.load("karate")
-    assert (graph.nodes, graph.edges, graph.classes, graph.data) == (34, 156, 4, "bundled (KarateClub)")
-    # Instructor and president, the two hubs of the paper, are not friends.
-    degree = torch.bincount(graph.edge_index[1])
-    assert degree[0] == 16 and degree[33] == 17
-    assert not ((graph.edge_index[0] == 0) & (graph.edge_index[1] == 33)).any()
 
 
 @pytest.mark.parametrize("power_law", [False, True])

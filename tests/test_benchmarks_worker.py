@@ -155,8 +155,6 @@ def event(name: str, microseconds: float = 1.0, *, device: str = "CUDA", **more:
             "flash::Epilogue<1> > > >(flash::Params)",
             "flash::FlashAttnFwdSm90",
         ),
-        ("void cutlass::Kernel2<>(int)", "cutlass::Kernel2"),
-        ("<>", "<>"),
     ],
 )
 def test_names_are_shortened(name: str, short: str) -> None:

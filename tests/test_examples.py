@@ -115,14 +115,6 @@ def test_a_conversation_goes_through_the_chat_template(folder, capsys, monkeypat
 
 
 @pytest.mark.slow
-def test_as_a_command(folder: Path) -> None:
-    call = [sys.executable, "examples/chat.py", str(folder), "--prompt", "w5", "--device", "cpu", "--no-compile"]
-    done = subprocess.run([*call, "--max-new-tokens", "5"], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == words(answer(folder, [5], max_new_tokens=5))
-
-
-@pytest.mark.slow
 def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     own_model.main()
     out = capsys.readouterr().out

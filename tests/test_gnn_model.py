@@ -23,7 +23,7 @@ from zoo.engine.graphed_step import synchronising_raises
 from zoo.gnn import CSRGraph, GATConv, GCNConv, SAGEConv
 from zoo.gnn import graph as graphs
 from zoo.gnn.graph import Recipe
-from zoo.ops import common, csr
+from zoo.ops import csr
 from zoo.ops.csr import GraphTensors, attention, distinct, max_neighbours, mean_neighbours, split_rows, sum_neighbours
 
 MODELS = ["gcn-debug", "gat-debug", "graphsage-debug"]
@@ -456,23 +456,6 @@ def test_the_transpose_comes_with_gradients_and_is_built_once() -> None:
         assert graph.tensors.transpose is None
     assert model.prepare(inputs["edge_index"], num_nodes=64)._edges.transposed is not None
     model(inputs["x"], graph).sum().backward()
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 63])
-def test_tables_of_long_rows_have_few_sizes_and_short_rows_have_none(size: int, monkeypatch: Any) -> None:
-    for seed in range(5):  # that they are right shows in the sums of gnn_kernel_checks.py
-        torch.manual_seed(seed)
-        rows = torch.randint(12, (200,)).clamp(min=2 * seed).sort().values
-        pointers = torch.searchsorted(rows, torch.arange(13))
-        tables, longest = split_rows(pointers, 200, size), int(pointers.diff().max())
-        assert (tables is None) == (longest <= size)
-        assert tables is None or all(len(each) & (len(each) - 1) == 0 for each in (tables.chunks, tables.rows))
-    monkeypatch.setattr(common, "triton_runs_on", lambda device: True)
-    assert random_graph().tensors.split is None
-    monkeypatch.setattr(csr, "EDGES_PER_CHUNK", 8)
-    graph = random_graph()
-    moved = graph.to("cpu").tensors.split
-    assert moved is not None and moved.chunks.equal(graph.tensors.split.chunks)
 
 
 @pytest.mark.parametrize("name", ["gcn-debug", "graphsage-debug"])

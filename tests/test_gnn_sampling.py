@@ -48,7 +48,9 @@ def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts
     known = set(zip(*edge_index.tolist(), strict=True))
     degree = Counter(edge_index[1].tolist())
     sampler = NeighborSampler(edge_index, fanouts=fanouts, batch_size=16, num_nodes=NODES, device=device)
+    seeds: list[int] = []
     for batch in sampler.epoch(0):
+        seeds += batch.seeds[batch.seeds >= 0].tolist()
         assert {tensor.device.type for tensor in (batch.nodes, batch.seeds, batch.graphs[0].source)} == {device}
         edges = list(zip(*batch.nodes[edges_of(batch)].tolist(), strict=True))
         assert set(edges) <= known and len(set(edges)) == len(edges)
@@ -64,6 +66,7 @@ def test_sampled_edges_are_edges_of_the_graph_and_no_more_than_asked_for(fanouts
             met |= hop
         assert not into
         assert met == set(batch.nodes[: len(met)].tolist())
+    assert sorted(seeds) == list(range(NODES))
 
 
 def test_a_seed_gives_the_same_batches_with_any_number_of_threads():

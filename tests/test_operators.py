@@ -135,30 +135,6 @@ def test_a_fallback_is_named_without_its_arguments(monkeypatch: pytest.MonkeyPat
         assert "zoo.norm" in error.operator_str("zoo.norm", [Unreadable()], {"x": Unreadable()})
 
 
-@pytest.mark.slow
-def test_a_chain_of_operators_compiles_in_no_time() -> None:
-    """On 2.11 a chain half as long takes minutes without the shorter name; a timeout of the run would tell."""
-    from torch.library import custom_op
-
-    @custom_op("zoo_test_compat::link", mutates_args=())
-    def link(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
-    @custom_op("zoo_test_compat::last", mutates_args=())
-    def last(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x - y
-
-    for each in (link, last):
-        each.register_fake(lambda x, y: (compat.name_fallbacks_alone(), torch.empty_like(x))[1])
-
-    def chain(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(32):
-            x = link(x, x)
-        return last(x, x + 1)
-
-    assert torch.equal(torch.compile(chain, backend="inductor")(torch.zeros(2)), -torch.ones(2))
-
-
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradients_of_a_low_product_are_those_of_its_rounded_numbers(biased: bool) -> None:
     x = torch.randn(2, 5, 8).bfloat16().requires_grad_()

@@ -123,27 +123,6 @@ def test_the_report_says_which_inputs_and_which_entries_of_a_configuration_diffe
     assert "differs: inputs[1]: not given / None / a tensor\n" in text
     assert "differs: inputs['store']['x']: not given / a tensor / 1" in text
 
-    class Numbered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for index, block in enumerate(self.blocks):
-                x = block(x, index)
-            return x
-
-    class Scaled(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-
-        def forward(self, x: Tensor, index: int) -> Tensor:
-            return super().forward(x) / (index + 1)
-
-    with torch.no_grad():  # 0 is a graph of its own, the other numbers are symbols of one
-        text = str(zoo.find_regions(Numbered().eval(), args=(torch.randn(4, 4),)))
-    assert "differs: inputs[1]: 0 / other numbers" in text
-
 
 @pytest.mark.parametrize(
     ("inputs", "said"),

@@ -1,7 +1,6 @@
 """The kernels of UNets against float64: group norms, the glue, and attention to few keys."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,52 +131,6 @@ def test_one_launch_of_some_tiles(size: int, pixels: int) -> None:
     found, joined = ops.cat_group_norm(*halves, weight, bias, 2, 1e-5, False)
     assert torch.equal(joined, x)
     torch.testing.assert_close(found, ops.group_norm(x, None, weight, bias, 2, 1e-5, False))
-
-
-class Recorder:
-    """In place of a kernel: launches, and with which constants."""
-
-    def __init__(self, launched: list[tuple[str, dict[str, Any]]], name: str) -> None:
-        self.launched, self.name = launched, name
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *_, **constants: self.launched.append((self.name, constants))
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
-    for module, name in ((kernels, "_small"), (kernels, "_partial"), (kernels, "_apply")):
-        monkeypatch.setattr(module, name, Recorder(found, name))
-    return found
-
-
-def test_small_images_take_one_launch_and_large_ones_two(launched: list[tuple[str, dict[str, Any]]]) -> None:
-    one, two = ["_small"], ["_partial", "_apply"]
-    for channels, side, first, names, names_of_both in (
-        (20, 32, 10, one, one),
-        (20, 16, 9, one, two),
-        (20, 33, 10, two, two),
-        (2 * 32 * kernels.SMALL_WARPS + 2, 1, 9, two, two),
-        (20, 0, 9, [], []),
-    ):
-        x, weight = values(1, channels, side, side), values(channels)
-        launched.clear()
-        ops.group_norm(x, None, weight, weight, 2, 1e-5, True)
-        assert [name for name, _ in launched] == names, (channels, side)
-        launched.clear()
-        ops.cat_group_norm(x[:, :first], x[:, first:], weight, weight, 2, 1e-5, True)
-        assert [name for name, _ in launched] == names_of_both, (channels, side)
-
-
-def test_one_launch_has_two_sets_of_constants(launched: list[tuple[str, dict[str, Any]]]) -> None:
-    # Of one image, and of two.
-    for size in (10, 20, 30, 40, 60, 80):
-        x, weight = values(1, 32 * size, 2, 2), values(32 * size)
-        ops.group_norm(x, None, weight, weight, 32, 1e-5, True)
-        ops.cat_group_norm(x[:, : 16 * size], x[:, 16 * size :], weight, weight, 32, 1e-5, True)
-    constants = {tuple(constants.items()) for _, constants in launched}
-    assert len(launched) == 12 and len(constants) == 2
 
 
 @both_ways
