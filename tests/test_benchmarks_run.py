@@ -42,6 +42,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("", "--family is missing"),
         ("--famly FAKE", "--family"),
         ("--family FAKE --strategy regonal", "did you mean 'regional'?"),
+        ("--family FAKE --strategy full,regional+cudagrph", "did you mean 'regional+cudagraph'?"),
         ("--family FAKE --mode reduce_overhead", "did you mean 'reduce-overhead'?"),
         ("--family FAKE --model god", "did you mean 'good'?"),
         ("--family FAKE --dtype float23", "did you mean"),
@@ -69,6 +70,19 @@ def test_rows_are_never_added_unasked_and_a_broken_one_is_named(capsys: pytest.C
     file.write_text('{"kind":"environment","id":"e1"}\n{broken\n')
     said = wrong(capsys, *arguments, "--resume")
     assert f"{file}:2 is not a JSON row" in said and "repair or delete that line" in said
+
+
+LISTED = f"run_command(main, 'run', ['--family', {FAKE!r}, '--list'])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "more"), [("", {"torch", "numpy", "benchmarks.stats"}), (LISTED, {"jinja2"})])
+def test_nothing_is_imported_that_measuring_does_not_need(program: str, more: set[str]):
+    absent = more | {"matplotlib", "benchmarks.report"}
+    code = f"import sys; from benchmarks.run import main, run_command\n{program}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not absent & set(done.stdout.split())
 
 
 def test_without_its_packages_the_harness_names_the_extra() -> None:
@@ -204,6 +218,7 @@ NAMES: list[tuple[Case, dict[str, Any], list[str]]] = [
         GPU, {"impls": ["zoo"], "strategies": ["eager", "full", "full+dynamic"]},
         ["zoo eager", "zoo full", "zoo full dynamic", "zoo full (A/A)"],  # the control is a static one's
     ),
+    (CPU, {"impls": ["zoo"], "strategies": ["full+dynamic"]}, ["zoo full dynamic"]),
     (GPU, {"only": ["zoo regional*", "upstream eager"]}, [*GPU_ARMS[2:], "upstream eager", *CONTROLS]),
 ]  # fmt: skip
 

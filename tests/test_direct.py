@@ -21,6 +21,7 @@ from tests.fake_gpu import Gpu, let_dynamo_see_triton
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once, trace_halves
 from zoo.engine.kernel import Kernel, kernel
+from zoo.ops.images import group_norm
 from zoo.ops.triton.tiles import product
 
 
@@ -109,6 +110,28 @@ def test_a_block_of_products_and_kernels_runs_as_it_is(launches: list[Any], indu
     options = {"COLUMNS": 16, "num_warps": 2}
     traced = (3, 1, 1), {**options, "num_stages": launches[1][1]["num_stages"]}
     assert launches == [((3,), options), traced, traced]  # eager code leaves the grid as it was written
+
+
+def test_a_launch_knows_the_tensors_of_the_graph_and_one_that_it_fills_is_allocated_as_it_is_viewed(
+    launches, monkeypatch
+):
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided, raising=False)
+    sources, kernels = [], []
+    monkeypatch.setattr(direct, "_program", lambda source, _: sources.append(source))
+
+    def images(x: Tensor, scale: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1).reshape(-1, 16)
+        return launch(rows, scale).view(3, 2, 2, 16).permute(0, 3, 1, 2)
+
+    def compile_graph(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        direct._straight_line(graph, torch.device("cpu"), kernels)
+        return lambda x, scale: (x * scale.view(-1, 1, 1),)
+
+    x = torch.randn(3, 16, 2, 2).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        compiled(images, compile_graph)(x, torch.ones(16))
+    assert [described for _, described, _ in kernels] == [[torch.float32] * 3 + [12, 16]]
+    assert "((3, 16, 2, 2), (64, 1, 32, 16), torch.float32)" in sources[0] and "_reinterpret_tensor" not in sources[0]
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -402,3 +425,19 @@ def test_blocks_share_their_graph() -> None:
     first, second = (direct.DirectOrInductor({"size_asserts": False}, False, True) for _ in range(2))
     assert first == second and first != direct.DirectOrInductor(None, False, True)
     assert first != direct.DirectOrInductor({"size_asserts": False}, False, False)
+
+
+def test_the_gradient_of_a_shifted_norm_is_not_copied_to_another_layout(launches: list[Any]) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def keep(graph: fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(2, 8, 4, 4),)
+
+    x, shift = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last), torch.randn(2, 8)
+    learn = [each.requires_grad_() for each in (x, shift, torch.ones(8), torch.zeros(8))]
+    torch.compile(lambda *given: group_norm(*given, 2, 1e-5, True), backend=keep, fullgraph=True)(*learn)
+    parts = [part for part in graphs[0].modules() if isinstance(part, fx.GraphModule)]
+    assert len(parts) == 3  # the graph, the norm and its gradient
+    asked = [node for part in parts for node in part.graph.find_nodes(op="call_method", target="contiguous")]
+    assert asked and all(node.kwargs == {"memory_format": torch.channels_last} for node in asked)

@@ -105,6 +105,13 @@ def test_only_known_kinds_of_block() -> None:
         assert kinds <= known, f"{name_of(page)} has blocks of kind {kinds - known}"
 
 
+def test_the_home_page_has_at_most_400_words_as_rendered() -> None:
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    rendered = re.sub(r"<!--.*?-->|\]\([^)]*\)|^```\w*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = [word for word in rendered.replace("|", " ").split() if re.search(r"\w", word)]
+    assert len(words) <= 400
+
+
 def commands() -> dict[str, set[tuple[str, str]]]:
     """Harness module -> (page, option) for every command line in the documentation."""
     found: dict[str, set[tuple[str, str]]] = {}

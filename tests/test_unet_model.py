@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zoo
 from tests import fake_gpu
 from tests.blocks import Doubled, doubles, outputs_and_gradients
 from tests.noted import noted
+from zoo.ops import images as convs
 from zoo.ops import transformer as low_products
-from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm
+from zoo.ops.images import cat_group_norm, conv3, conv_add, group_norm, windows_run
 from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
 from zoo.unet import ResnetBlock, Transformer, TransformerBlock, UNet
 from zoo.unet import blocks as products
@@ -43,6 +45,29 @@ def test_regions_of_full_size_models_take_few_graphs(name: str, resnets: int, tr
 def _shapes_of(given: Any, block: nn.Module) -> Any:
     tensors = (*given, *block.parameters())
     return tuple(tuple(each.shape) if isinstance(each, Tensor) else None for each in tensors)
+
+
+class Dispatched(TorchDispatchMode):
+    """Inside of it operators are counted by their names: ``aten::add``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.name().partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_backward_fills_nothing_with_zeros() -> None:
+    model = zoo.create("unet-debug").train()
+    loss = model(**zoo.example_inputs(model)).sample.square().mean()
+    with Dispatched() as dispatched:
+        loss.backward()
+    # Of queries, keys and values cut out one by one each would fill a gradient of all three, which are added up.
+    attended = sum(isinstance(module, TransformerBlock) for module in model.modules())
+    assert dispatched.ran["aten::stack"] == 2 * attended > 0
+    assert not any("zero" in name or "select_backward" in name for name in dispatched.ran)
 
 
 def test_sines_of_timesteps_are_diffusers_to_the_bit() -> None:
@@ -123,6 +148,18 @@ def test_half_precision_is_rounded_once() -> None:
     out = group_norm(x, shift, weight, bias, 4, 1e-5, True)
     wide = F.silu(F.group_norm(x.float() + shift[:, :, None, None], 4, weight, bias, 1e-5))
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
+def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convs, "kernels_run", lambda *_: True)
+    weight = torch.empty(8, 640, 3, 3, memory_format=torch.channels_last)
+    for shape, stride, expected in (
+        ((2, 640, 8, 8), 1, True), ((4, 640, 8, 8), 1, True), ((5, 640, 8, 8), 1, False), ((1, 640, 32, 32), 2, True),
+        ((1, 640, 33, 32), 2, False), ((2, 639, 8, 8), 1, False),
+    ):  # fmt: skip
+        assert windows_run(torch.empty(shape), weight, stride) == expected
+    # Of another layout the weight would be copied in every call.
+    assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
 
 
 def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
