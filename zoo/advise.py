@@ -127,7 +127,7 @@ class Worker:
         self.step: Callable[..., Any] = self.model
 
     def look(self) -> dict[str, Any]:
-        """Run eagerly and keep the output for the others; say what there is to compile, and how many arms fit."""
+        """Run eagerly and keep the output for the others; say what to compile, and how many arms fit beside it."""
         output = self._call()
         if not tensors_of(output):
             raise Failed(f"the model returned {type(output).__name__} without a tensor, so outputs cannot be compared")
@@ -140,7 +140,6 @@ class Worker:
         fit = len(CODE)
         if self.device == "cuda":
             arms = [each for arm in arms for each in (arm, f"{arm} + CUDA graph")]
-            # Beside eager, each with a context and graphs of its own.
             fit = max(1, int(torch.cuda.mem_get_info()[0] / (1.2 * torch.cuda.max_memory_reserved() + 6e8)))
         packages = {cls.__module__.partition(".")[0] for cls in type(self.model).__mro__}
         if "transformers" in packages and importlib.util.find_spec("accelerate"):
@@ -253,7 +252,8 @@ class Arm:
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
             code = self._process.wait()
-            raise Failed(f"its process ended with code {code}; -9 is a kill, as when memory is short") from error
+            end = "was killed: memory may be short" if code == -signal.SIGKILL else f"ended with code {code}"
+            raise Failed(f"the process {end}") from error
         if isinstance(reply, Failed):
             raise reply
         return reply
