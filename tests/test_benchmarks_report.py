@@ -22,7 +22,7 @@ from benchmarks.report.docs import Spec, make_table, make_value, rewrite
 from benchmarks.report.model import MeasuredArm, MeasuredRace, by_family, commands_of, races
 from tests.rows import ENVIRONMENT, ENVIRONMENTS, failure, race, row, uncompiled, write
 from tests.rows import shown as shown_race
-from zoo.advise import gain, number
+from zoo.advise import number
 
 reporting = functools.partial(run_command, command, "report")
 MARKED = """# Title
@@ -172,7 +172,7 @@ def test_every_race_arm_and_failure_appears_with_its_figures_and_command() -> No
     assert page.tags.count("article") == len(shown)
 
 
-def test_what_was_gained_is_told_against_each_upstream_arm_in_the_words_of_zoo_advise() -> None:
+def test_what_was_gained_is_told_against_each_upstream_arm() -> None:
     one = shown_race(race({"upstream-tuned full + CUDA graph": 0.9}))
     (line,) = show.gains([one]).values()
     theirs = [arm for arm in one.arms if arm.result.case.impl != "zoo"]
@@ -181,7 +181,7 @@ def test_what_was_gained_is_told_against_each_upstream_arm_in_the_words_of_zoo_a
         cost = "" if arm.cold_seconds is None else f"{number(arm.cold_seconds)} s to compile, "
         assert f"as fast as {arm.name} ({cost}{number(arm.p50)} ms)" in line
     said = "compiles in 1 s, then takes 2 ms a call, not measurably faster or slower than a (3 s to compile, 4 ms)"
-    assert gain(1.0, 2.0, [("a", 3.0, 4.0, None)]) == said
+    assert show.gain(1.0, 2.0, [("a", 3.0, 4.0, None)]) == said
     loud = shown_race(race({"zoo eager (A/A)": 1.5}))
     assert "makes this measurement unusable" in show.gains([loud])[loud]
 
