@@ -134,12 +134,12 @@ def test_a_look_says_what_there_is_to_compile_and_the_lines_that_are_printed_run
 
 
 def test_the_librarys_own_helper_is_an_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "theirs_to_advise_on.py").write_text(
+    (tmp_path / "random.py").write_text(
         "from benchmarks.conformance import MODELS\n"
         "def make(bert=MODELS['transformers Bert']):\n    return bert.make(), bert.inputs(5)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert "accelerate" in worker("eager", "theirs_to_advise_on.py:make", tmp_path).look()["arms"]
+    assert "accelerate" in worker("eager", "random.py:make", tmp_path).look()["arms"]
 
 
 def test_errors_are_relative_and_of_what_is_finite() -> None:

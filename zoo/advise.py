@@ -24,6 +24,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from statistics import mean, median, quantiles
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -96,12 +97,10 @@ def _function(name: str) -> Callable[[], Any]:
     if not where or not function:
         known = did_you_mean(name, zoo.list_models())
         raise Failed(f"{name!r} is neither file.py:function nor module:function nor a model of the zoo{known}")
-    if where.endswith(".py"):
-        if not Path(where).is_file():
-            raise Failed(f"there is no file {where}")
-        sys.path.insert(0, str(Path(where).parent))  # as if it were run as a program
+    if where.endswith(".py") and not Path(where).is_file():
+        raise Failed(f"there is no file {where}")
     try:
-        module = importlib.import_module(Path(where).stem if where.endswith(".py") else where)
+        module = _module_of(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except Exception as error:
         raise Failed(f"{where} cannot be imported: {_in_a_line(error)}") from error
     found = getattr(module, function, None)
@@ -109,6 +108,15 @@ def _function(name: str) -> Callable[[], Any]:
         own = [key for key, value in vars(module).items() if callable(value)]
         raise Failed(f"{where} has no function {function!r}{did_you_mean(function, own)}")
     return found
+
+
+def _module_of(file: Path) -> ModuleType:
+    """Run a file as if it were a program: it imports what lies beside it, and may have the name of another module."""
+    sys.path.insert(0, str(file.parent))
+    spec: Any = importlib.util.spec_from_file_location("__advised__", file)
+    module = sys.modules["__advised__"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _in_a_line(error: Exception) -> str:
