@@ -49,7 +49,15 @@ HEAD = (
     *("process", "total s", "imports s", "context s", "model s", "load s", "first call s", "capture s"),
     *("call ms", "host ms"),
 )
-PHASES = (("python", "torch", "library"), ("context",), ("model",), ("load",), ("first call",), ("capture",))
+# Of each column of seconds, after the total.
+PHASES = (
+    ("python", "torch", "library"),
+    ("context",),
+    ("model", "optimizer"),
+    ("load",),
+    ("first call",),
+    ("capture",),
+)
 
 
 def main(

@@ -86,8 +86,12 @@ def start(asked: dict[str, Any]) -> dict[str, Any]:
     compiled_parts = {artifacts: model} if loss is None else {artifacts: model, f"{artifacts}-loss": loss}
     # The saving process captures nothing. All processes use the optimizer of a captured step, to save its kernels.
     trains = replace(case, cuda_graph=ours and device != "cpu")
-    with phase("harness"):
-        trainer = None if training is None else strategies.Trainer(trains, prepared)
+    trainer = None
+    if training is not None:
+        with phase("optimizer"):  # imports torch's compiler
+            optimizer = strategies.make_optimizer(model, training, capturable=trains.cuda_graph, ours=ours)
+        with phase("harness"):
+            trainer = strategies.Trainer(trains, prepared, optimizer)
     files = cache_contents()
     with strategies.execution_mode(case):
         call = model

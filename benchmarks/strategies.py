@@ -126,13 +126,13 @@ def execution_mode(case: Case) -> Iterator[None]:
 class Trainer:
     """The steps of one arm, with its optimizer and its batches. The model of ``prepared`` has its initial weights."""
 
-    def __init__(self, case: Case, prepared: Prepared) -> None:
+    def __init__(self, case: Case, prepared: Prepared, optimizer: torch.optim.Optimizer | None = None) -> None:
         assert prepared.training is not None, "the workload prepared no training"
         self._case = case
         self.training: Training = prepared.training
         self._model = prepared.model.train()
         self._first = {name: tensor.to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
-        self._optimizer = make_optimizer(
+        self._optimizer = optimizer or make_optimizer(
             self._model, self.training, capturable=case.cuda_graph, ours=case.impl == "zoo"
         )
         self._lying = self.training.shapes or tuple(map(self.training.batch, range(READY_BATCHES)))
