@@ -23,7 +23,7 @@ from tests import bert_reference as bert
 from tests import llm_reference as llm
 from tests import unet_reference as unet
 from zoo.bert import Bert
-from zoo.llm import LLM, LLMConfig
+from zoo.llm import LLM, LLMConfig, RopeScaling
 from zoo.resnet.convert import find_weights
 from zoo.unet import PRESETS as UNETS
 from zoo.unet.convert import upstream_config
@@ -43,13 +43,10 @@ def test_outputs_and_losses(kind: str, head: str) -> None:
     batch, labels = bert.batch(kind), bert.labels(head)
     ids = batch["input_ids"]
     shifted = torch.arange(7, 18)[None]
-    holes = torch.ones_like(ids)
-    holes[:, 0] = holes[2:, 4:7] = 0
     with torch.inference_mode():
         for inputs in (
             {"input_ids": ids},
             {"input_ids": ids, "attention_mask": batch["attention_mask"]},
-            {"input_ids": ids, "attention_mask": holes},
             {**batch, "attention_mask": batch["attention_mask"].bool(), "position_ids": shifted},
             {"input_ids": ids, "position_ids": shifted.expand(4, -1).flip(1)},
             {"input_ids": ids.int(), **labels},
@@ -163,18 +160,6 @@ def test_names_of_old_releases(tmp_path: Path) -> None:
         assert bert.relative_error(pooled, theirs.bert(**batch).pooler_output) < 1e-5
 
 
-@pytest.mark.parametrize("kind", llm.KINDS)
-def test_masks_with_holes_and_positions_with_gaps(kind: str) -> None:
-    theirs, ids = llm.make(kind), llm.tokens(3, 12)
-    ours, mask, positions = convert(theirs), torch.ones_like(ids), torch.arange(0, 24, 2)[None]
-    mask[0, :3] = mask[1, 5:7] = mask[2, 9:] = 0
-    with torch.no_grad():
-        for given in ({"attention_mask": mask}, {"attention_mask": mask, "position_ids": positions}):
-            found, expected = ours(ids, **given), theirs(ids, **given).logits
-            # Of padding nobody reads a logit.
-            assert found.isfinite().all() and bert.relative_error(found[mask.bool()], expected[mask.bool()]) < 1e-5
-
-
 def test_tokens_are_kept_but_for_a_padding_token_of_minus_one_that_would_freeze_a_row() -> None:
     theirs = llm.make("llama", pad_token_id=3, bos_token_id=1, eos_token_id=[2, 5])
     config = convert(theirs).config
@@ -200,7 +185,12 @@ def test_adapters_of_peft_are_refused_with_what_merges_them() -> None:
     assert isinstance(zoo.from_upstream(adapted.merge_and_unload()), LLM)
 
 
-def test_options_that_no_class_of_theirs_has_together_are_not_converted_back() -> None:
+def test_published_frequencies_of_llama_and_options_without_a_class_of_theirs() -> None:
+    config = zoo.create("llama-3.2-1b", device="meta").config
+    assert config.rope_theta == 500000.0 and config.max_position_embeddings == 131072
+    assert config.rope_scaling == RopeScaling(
+        kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     config = dict(zoo.create("llm-debug").config.__dict__)
     with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
         zoo.to_upstream(LLM(LLMConfig(**{**config, "qkv_bias": True, "qk_norm": True})))
