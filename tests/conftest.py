@@ -51,8 +51,8 @@ def _asks_for_gpu(config: pytest.Config) -> bool:
 # Last, when -m has made its choice: what is left of "not gpu" holds no GPU test.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Slow ones first: what is left at the end is short, and no process waits for another's last minute.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # Slow ones first, the minutes in the interpreter before all: what is left at the end is short.
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, "in_the_interpreter" not in item.name))
     if torch.cuda.is_available() or _asks_for_gpu(config):
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]
