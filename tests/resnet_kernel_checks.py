@@ -14,8 +14,19 @@ from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # 
 from tests.noted import noted
 from zoo.ops import common
 from zoo.ops import images as operators
-from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, max_pool, norm_act, norm_act_pool
+from zoo.ops.images import (
+    Norm,
+    bias_act,
+    bias_act_pool,
+    conv_bias_act,
+    conv_norm_act,
+    max_pool,
+    mean_linear,
+    norm_act,
+    norm_act_pool,
+)
 from zoo.ops.triton import batch_norm as kernels
+from zoo.ops.triton import decode
 
 pytestmark = MARKS
 close = functools.partial(kernel_checks.close, layout=torch.contiguous_format)
@@ -113,6 +124,41 @@ def test_a_convolution_of_single_pixels_ends_in_the_norm(inputs: int, channels: 
     conv.register_forward_hook(lambda *_: heard.append(1))
     conv_norm_act(x, conv, as_norm(given))
     assert len(launched) == 3 and heard == [1]
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and not common.has_tma(torch.device("cuda")), reason="needs Hopper's TMA")
+@pytest.mark.parametrize(("size", "stride"), [((1, 7, 7), 1), ((2, 7, 8), 2), ((1, 1, 1), 1), ((1, 64, 1), 1)])
+def test_a_convolution_of_few_pixels_is_a_product_of_a_few_rows(size, stride: int, monkeypatch) -> None:
+    monkeypatch.setattr(common, "has_tma", lambda device: True)
+    launched, half = noted(monkeypatch, decode, "linear"), torch.bfloat16
+    conv = torch.nn.Conv2d(48, 80, 3, stride, 1).to(DEVICE, half, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    conv.requires_grad_(False)
+    x = values(size[0], 48, *size[1:], dtype=half).to(memory_format=torch.channels_last)
+    product = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), stride, 1)
+    more, given = values(*product.shape, dtype=half).to(memory_format=torch.channels_last), norm(80, half)
+    close_images(conv_bias_act(x, conv, more), (product + more.double()).relu(), half)
+    bias, conv.bias = conv.bias, None
+    own = reference(product - bias.double()[:, None, None], given, False)
+    close_images(conv_norm_act(x, conv, as_norm(given), more), (own + more.double()).relu(), half, times=2)
+    assert len(launched) == 2
+    # More pixels are a convolution, and so are groups, other paddings and what learns.
+    conv_norm_act(x.repeat(65, 1, 1, 1), conv, as_norm(given))
+    conv_norm_act(x.clone().requires_grad_(), conv, as_norm(given))
+    for options in ({"padding": 2, "dilation": 2}, {"padding": 1, "groups": 2}):
+        other = torch.nn.Conv2d(48, 80, 3, bias=False, **options).to(DEVICE, half).requires_grad_(False)
+        conv_norm_act(x, other, as_norm(given))
+    assert len(launched) == 2
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("shape", [(1, 128, 7, 7), (3, 70, 5, 9), (70, 16, 1, 1), (2, 8, 33, 1)])
+def test_a_product_of_means(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = values(*shape, dtype=dtype, mean=0.5)
+    layer = torch.nn.Linear(shape[1], 10).to(DEVICE, dtype).requires_grad_(False)
+    expected = F.linear(x.double().mean((2, 3)), layer.weight.double(), layer.bias.double())
+    for each in (x, x.to(memory_format=torch.channels_last)):
+        kernel_checks.close(kernels.mean(each), x.double().mean((2, 3)), dtype)
+        close(mean_linear(each, layer), expected, dtype, times=2)
 
 
 def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:

@@ -15,7 +15,16 @@ from torch.optim.swa_utils import update_bn
 import zoo
 from tests.fuzzing import relative_error
 from zoo.ops import images as stem
-from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, max_pool, norm_act, norm_act_pool
+from zoo.ops.images import (
+    Norm,
+    bias_act,
+    bias_act_pool,
+    conv_norm_act,
+    max_pool,
+    mean_linear,
+    norm_act,
+    norm_act_pool,
+)
 from zoo.resnet import ResNet, fold_batch_norm
 
 
@@ -274,6 +283,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     conv = nn.Conv2d(3, 8, 7, 2, 3, bias=False)
     half = x.bfloat16()
     images, pixels = torch.randn(2, 16, 7, 4).bfloat16(), nn.Conv2d(16, 16, 1, bias=False).bfloat16()
+    windows = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(torch.bfloat16, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return {
         "norm": (lambda x, *norm: norm_act(x, Norm(*norm, *frozen)), (learning[0], *learning[2:4])),
         "norm of the batch": (lambda x, *norm: norm_act(x, Norm(*norm, *batch)), (learning[0], *learning[2:4])),
@@ -281,6 +291,8 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "residual": (lambda x, r, *norm: norm_act(x, Norm(*norm, *batch), r), learning[:4]),
         "two norms": (lambda x, r, w, b, *norm: norm_act(x, Norm(w, b, *batch), r, Norm(*norm, *batch)), learning),
         "convolution": (conv_norm_act, (images, pixels.requires_grad_(False), Norm(*[torch.rand(16)] * 4))),
+        "few windows": (conv_norm_act, (images, windows.requires_grad_(False), Norm(*[torch.rand(16)] * 4))),
+        "means": (mean_linear, (images, nn.Linear(16, 8).bfloat16().requires_grad_(False))),
         "two frozen norms": (norm_act, (x, Norm(*frozen, *frozen), more, Norm(*frozen, *frozen))),
         "bias": (bias_act, (x, mean)),
         "bias and residual": (bias_act, (x, mean, more)),

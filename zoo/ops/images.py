@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zoo.engine.autograd import differentiable_once
 from zoo.engine.compat import name_fallbacks_alone
 from zoo.ops import triton as kernels
+from zoo.ops.attention import few_rows
 from zoo.ops.common import (
     KERNEL_DTYPES,
     accumulation_dtype,
@@ -30,14 +31,16 @@ from zoo.ops.common import (
     differentiated,
     is_unmodified,
     kernels_run,
+    tma_runs,
     to_images,
     to_rows,
     watched,
 )
 from zoo.ops.transformer import column_sums, has_aligned_rows, product_runs
 
-# Convolutions with at most so many output pixels and at least so many channels run as products; measured on an H200.
-MOST_PIXELS, LEAST_CHANNELS = 256, 640
+# Convolutions with at most so many output pixels and at least so many channels run as products. So do those of fewer
+# channels with at most FEW_PIXELS, by the kernel for few rows. Measured on an H200.
+MOST_PIXELS, LEAST_CHANNELS, FEW_PIXELS = 256, 640, 64
 
 
 def conv_add(x: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -77,11 +80,13 @@ def conv3(x: Tensor, weight: Tensor) -> Tensor:
 
 def conv(x: Tensor, layer: nn.Conv2d) -> Tensor:
     """A convolution with its bias: [B, C_in, H, W] -> [B, C_out, H', W']. A modified layer is called as a module."""
-    weight, bias, stride = layer.weight, layer.bias, layer.stride[0]
-    if bias is None or not kernels_run(x, weight, bias) or not is_unmodified(layer, nn.Conv2d):
+    weight, bias = layer.weight, layer.bias
+    if not kernels_run(x, weight, bias) or not is_unmodified(layer, nn.Conv2d):
         return layer(x)
-    if layer.kernel_size == (3, 3) and layer.padding == (1, 1) and windows_run(x, weight, stride):
-        return _product_of_windows(x, weight, bias, stride)
+    if _is_of_windows(x, layer):
+        return _product_of_windows(x, weight, bias, layer.stride[0])
+    if bias is None:
+        return layer(x)
     x = layer._conv_forward(x, weight, None)
     return to_images(conv_add(to_rows(x), bias), x)
 
@@ -91,16 +96,27 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
 
     This pays off for few pixels and many channels: weight reads dominate, and a matrix product reads weights faster.
     """
-    pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
-    few = pixels <= MOST_PIXELS and x.shape[1] >= LEAST_CHANNELS
-    if not few or not weight.is_contiguous(memory_format=torch.channels_last):
+    if differentiated(x, weight):
         return False
-    return not differentiated(x, weight) and kernels_run(x, weight)
+    pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
+    if pixels > MOST_PIXELS or not weight.is_contiguous(memory_format=torch.channels_last):
+        return False
+    if x.shape[1] >= LEAST_CHANNELS:
+        return kernels_run(x, weight)
+    # The kernel of few rows takes tensors of one dtype that tensor cores multiply.
+    alike = x.dtype != torch.float32 and compute_dtype(x) == x.dtype == weight.dtype
+    return alike and 0 < pixels <= FEW_PIXELS and x.shape[1] % 16 == 0 and tma_runs(x, weight)
+
+
+def _is_of_windows(x: Tensor, layer: nn.Conv2d) -> bool:
+    usual = layer.kernel_size == (3, 3) and layer.padding == (1, 1) and layer.groups == 1
+    return usual and layer.dilation == (1, 1) and windows_run(x, layer.weight, layer.stride[0])
 
 
 def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
-    windows = kernels.tiles.windows(x.permute(0, 2, 3, 1), stride)
-    rows = F.linear(windows, weight.permute(0, 2, 3, 1).flatten(1), bias)
+    windows, matrix = kernels.tiles.windows(x.permute(0, 2, 3, 1), stride), weight.permute(0, 2, 3, 1).flatten(1)
+    few = x.shape[1] < LEAST_CHANNELS
+    rows = kernels.decode.linear(windows, matrix, bias=bias) if few else F.linear(windows, matrix, bias)
     return rows.view(x.shape[0], ceil_div(x.shape[2], stride), -1, weight.shape[0]).permute(0, 3, 1, 2)
 
 
@@ -255,17 +271,17 @@ def norm_act(x: Tensor, norm: Norm, residual: Tensor | None = None, residual_nor
 
 
 def conv_norm_act(
-    x: Tensor, conv: nn.Conv2d, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None
+    x: Tensor, layer: nn.Conv2d, norm: Norm, residual: Tensor | None = None, residual_norm: Norm | None = None
 ) -> Tensor:
     """``norm_act`` of a convolution: x [N, C, H, W] -> [N, O, H', W'], the size of the residual.
 
     A convolution of single pixels is a product that ends in the norm.
     """
-    if not norm.of_batch and conv.bias is None and (residual_norm is None or residual_norm.eps == norm.eps):
+    if not norm.of_batch and layer.bias is None and (residual_norm is None or residual_norm.eps == norm.eps):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
-        if (out := _pointwise_act(x, conv, own, residual, other, norm.eps, few=True)) is not None:
+        if (out := _pointwise_act(x, layer, own, residual, other, norm.eps, few=True)) is not None:
             return out
-    return norm_act(conv(x), norm, residual, residual_norm)
+    return norm_act(conv(x, layer), norm, residual, residual_norm)
 
 
 def _pointwise_act(
@@ -409,11 +425,13 @@ class _MaxPool(torch.autograd.Function):
 def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
     """``bias_act`` of a convolution with a bias, without gradients: x [N, C, H, W] -> [N, O, H', W'], as the residual.
 
-    It is one call of cuDNN or, of many single pixels, one product.
+    It is one call of cuDNN or, of many single pixels, one product; of few windows it is a product as well.
     """
     bias: Any = conv.bias
     if (out := _pointwise_act(x, conv, (*NO_NORM[:3], bias), residual, NO_NORM, 0.0)) is not None:
         return out
+    if _is_of_windows(x, conv):
+        return bias_act(_product_of_windows(x, conv.weight, None, conv.stride[0]), bias, residual)
     options: Any = conv.stride, conv.padding, conv.dilation, conv.groups
     # FLOP counters do not know the operator.
     if x.is_cuda and torch.version.hip is None and x.dtype in KERNEL_DTYPES and not watched():
@@ -437,6 +455,14 @@ def _like_conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | N
     name_fallbacks_alone()  # this runs when a graph with the operator is compiled
     out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
     return out.contiguous(memory_format=torch.channels_last)
+
+
+def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, K]."""
+    means = kernels.batch_norm.mean(x) if _kernels_fit(x, None) and not differentiated(x) else x.mean((2, 3))
+    if is_unmodified(layer) and few_rows(means, (layer.weight, None)):
+        return kernels.decode.linear(means, layer.weight, bias=layer.bias)
+    return layer(means)
 
 
 # cuDNN's calls have no meta functions. ``torch.library.custom_op`` would import Dynamo at the first eager call.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.ops.common import differentiated, is_unmodified
-from zoo.ops.images import Norm, bias_act_pool, conv_bias_act, conv_norm_act, norm_act_pool, stem_conv
+from zoo.ops.images import Norm, bias_act_pool, conv_bias_act, conv_norm_act, mean_linear, norm_act_pool, stem_conv
 from zoo.weights import keep_channels_last
 
 STEM_WIDTH = 64
@@ -279,7 +279,7 @@ class ResNetHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, K]."""
-        return self.fc(x.mean((2, 3)))
+        return mean_linear(x, self.fc)
 
 
 # The model has few kernels: this process compiles all of them before a worker could start.

@@ -4,6 +4,7 @@
     combine      merges the chunks in order; updates the running statistics
     apply        normalises, adds and activates
     product      a product that ends in what apply does, for inference
+    mean         over the pixels of each image, for inference
     sums         over a chunk of rows: the gradient after the relu's mask, and its product with the normalised rows
     total        adds the chunks in order: the gradients of weight and bias
     gradients    the gradient of each row, and of its residual
@@ -38,6 +39,8 @@ GRADIENTS = {"ROWS": 32, "BLOCK": 64, "num_warps": 4}
 ENOUGH, MOST_TILES = 4096, 4
 # Pooling: a program covers 8 output columns and walks down their lines; 56 columns are whole tiles.
 POOL = {"ROWS": 8, "BLOCK": 64, "num_warps": 2}
+# The mean over the pixels of an image.
+MEAN = {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
 # Sums over rows: batch statistics and their gradients. The chunk size is chosen to give about this many programs.
 SUMS = {"ROWS": 64, "BLOCK": 64, "num_warps": 8}
 PROGRAMS = 512
@@ -337,6 +340,29 @@ def _gradients(
                 centred = of_rows(other, place, inner, seen) - other_middle[None, :]
                 result -= centred * other_along[None, :]
             tl.store(grad_other + place + inner, result.to(grad_other.dtype.element_ty), mask=seen)
+
+
+@kernel(do_not_specialize=["pixels"])
+def _mean(x, out, pixels, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    follow(OVERLAP)
+    image = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    begin = image * pixels
+    for start in range(begin, begin + pixels, ROWS):
+        place, inner, seen = tile_at(start, begin, begin + pixels, channel, channels, ROWS)
+        total += of_rows(x, place, inner, seen)
+    value = tl.sum(total, 0) / pixels
+    tl.store(out + image * channels + channel, value.to(out.dtype.element_ty), mask=channel < channels)
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean over pixels: [N, C, H, W] -> [N, C]."""
+    images, channels, height, width = x.shape
+    out = x.new_empty(images, channels)
+    grid = ceil_div(channels, MEAN["BLOCK"]), images
+    _mean[grid](by_pixels(x), out, height * width, channels, OVERLAP=False, **MEAN)
+    return out
 
 
 def by_pixels(x: Tensor) -> Tensor:

@@ -311,8 +311,8 @@ def _add_parts(
 # chain of a step: the best values for a single kernel are not the best for overlapping kernels.
 THREAD_BYTES, ENOUGH_ROWS = 128, 1600
 # More rows of features than FEW_ROWS are read by TMA, where it is. A program then takes TMA_TILE weight rows, in so
-# many pipeline stages, and columns are split while there are no more than MOST_PROGRAMS.
-FEW_ROWS, TMA_TILE, TMA_STAGES, MOST_PROGRAMS = 16, 64, 4, 256
+# many pipeline stages, and columns are split, at most into MOST_PARTS, while programs are at most MOST_PROGRAMS.
+FEW_ROWS, TMA_TILE, TMA_STAGES, MOST_PARTS, MOST_PROGRAMS = 16, 64, 4, 8, 256
 
 
 def linear(
@@ -357,7 +357,7 @@ def _linear_by_tma(
     """``linear`` of more rows than FEW_ROWS, without a norm."""
     (m, columns), n = x.shape, weight.shape[0] // (1 + gated)
     tiles, parts = ceil_div(n, TMA_TILE), 1
-    while not gated and 2 * parts * tiles <= MOST_PROGRAMS:
+    while not gated and parts < MOST_PARTS and 2 * parts * tiles <= MOST_PROGRAMS:
         parts *= 2
     alone = parts == 1 and bias is None and residual is None
     product = x.new_empty(parts, m, n, dtype=x.dtype if alone else torch.float32)
