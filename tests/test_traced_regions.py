@@ -21,10 +21,10 @@ LAUNCHES: dict[str, dict[str, set[tuple[int, int, int]]]] = {
     "gcn-debug": {"GNNLayer": {(1, 1, 0), (1, 1, 1)}},
     "gat-debug": {"GNNLayer": {(1, 1, 4)}},
     "graphsage-debug": {"GNNLayer": {(1, 1, 0), (1, 1, 1)}},
-    "resnet-debug": {"Stem": {(3, 5, 4)}, "Bottleneck": {(3, 9, 9), (3, 11, 9)}, "ResNetHead": {(2, 0, 0)}},
+    "resnet-debug": {"Stem": {(3, 5, 4)}, "Bottleneck": {(3, 9, 9), (3, 11, 9)}, "ResNetHead": {(0, 0, 0)}},
     "unet-debug": {
-        # A norm of which a group lies in the skip connection too has a launch more, a convolution of few pixels three.
-        "ResnetBlock": {(3, 3, 8), (4, 4, 8), (9, 3, 8)}, "TransformerBlock": {(6, 5, 11), (7, 5, 11)},
+        # A norm of which a group lies in the skip connection too has a launch more.
+        "ResnetBlock": {(3, 3, 8), (4, 4, 8)}, "TransformerBlock": {(6, 5, 11), (7, 5, 11)},
         "TextProjections": {(0, 0, 0)},
     },
     "unet-xl-debug": {

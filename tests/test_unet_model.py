@@ -162,7 +162,8 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(mo
     monkeypatch.setattr(convs, "tma_runs", lambda *_: True)
     for shape, dtype, expected in (
         ((1, 64, 8, 8), torch.bfloat16, True), ((1, 64, 8, 9), torch.bfloat16, False),
-        ((1, 60, 8, 8), torch.bfloat16, False), ((1, 64, 8, 8), torch.float32, False),
+        ((2, 64, 4, 4), torch.bfloat16, False), ((1, 60, 8, 8), torch.bfloat16, False),
+        ((1, 64, 8, 8), torch.float32, False),
     ):  # fmt: skip
         assert windows_run(torch.empty(shape, dtype=dtype), weight.to(dtype), 1) == expected
     # Of another layout the weight would be copied in every call.

@@ -38,8 +38,8 @@ from zoo.ops.common import (
 )
 from zoo.ops.transformer import column_sums, has_aligned_rows, product_runs
 
-# Convolutions with at most so many output pixels and at least so many channels run as products. So do those of fewer
-# channels with at most FEW_PIXELS, by the kernel for few rows. Measured on an H200.
+# Convolutions with at most so many output pixels and at least so many channels run as products. So do those of one
+# image with fewer channels and at most FEW_PIXELS, by the kernel for few rows. Measured on an H200.
 MOST_PIXELS, LEAST_CHANNELS, FEW_PIXELS = 256, 640, 64
 
 
@@ -98,14 +98,14 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
     """
     if differentiated(x, weight):
         return False
+    most = MOST_PIXELS if x.shape[1] >= LEAST_CHANNELS else FEW_PIXELS
+    if most == FEW_PIXELS:
+        # The kernel of few rows takes tensors of one dtype that tensor cores multiply.
+        alike = x.dtype != torch.float32 and compute_dtype(x) == x.dtype == weight.dtype
+        if not (alike and x.shape[0] == 1 and x.shape[1] % 16 == 0 and tma_runs(x, weight)):
+            return False
     pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
-    if pixels > MOST_PIXELS or not weight.is_contiguous(memory_format=torch.channels_last):
-        return False
-    if x.shape[1] >= LEAST_CHANNELS:
-        return kernels_run(x, weight)
-    # The kernel of few rows takes tensors of one dtype that tensor cores multiply.
-    alike = x.dtype != torch.float32 and compute_dtype(x) == x.dtype == weight.dtype
-    return alike and 0 < pixels <= FEW_PIXELS and x.shape[1] % 16 == 0 and tma_runs(x, weight)
+    return pixels <= most and weight.is_contiguous(memory_format=torch.channels_last) and kernels_run(x, weight)
 
 
 def _is_of_windows(x: Tensor, layer: nn.Conv2d) -> bool:
@@ -459,8 +459,10 @@ def _like_conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | N
 
 def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, K]."""
-    means = kernels.batch_norm.mean(x) if _kernels_fit(x, None) and not differentiated(x) else x.mean((2, 3))
-    if is_unmodified(layer) and few_rows(means, (layer.weight, None)):
+    # Our kernels are faster for one image, of which a region has a graph of its own anyway.
+    one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x)
+    means = kernels.batch_norm.mean(x) if one else x.mean((2, 3))
+    if one and is_unmodified(layer) and few_rows(means, (layer.weight, None)):
         return kernels.decode.linear(means, layer.weight, bias=layer.bias)
     return layer(means)
 

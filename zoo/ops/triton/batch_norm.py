@@ -40,7 +40,7 @@ ENOUGH, MOST_TILES = 4096, 4
 # Pooling: a program covers 8 output columns and walks down their lines; 56 columns are whole tiles.
 POOL = {"ROWS": 8, "BLOCK": 64, "num_warps": 2}
 # The mean over the pixels of an image.
-MEAN = {"ROWS": 64, "BLOCK": 64, "num_warps": 4}
+MEAN = {"ROWS": 64, "BLOCK": 32, "num_warps": 4}
 # Sums over rows: batch statistics and their gradients. The chunk size is chosen to give about this many programs.
 SUMS = {"ROWS": 64, "BLOCK": 64, "num_warps": 8}
 PROGRAMS = 512
