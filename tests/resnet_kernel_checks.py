@@ -144,6 +144,10 @@ def test_a_convolution_of_few_pixels_is_a_product_of_a_few_rows(size, stride: in
     # Several images are a convolution, and so are groups, other paddings and what learns.
     conv_norm_act(x.repeat(2, 1, 1, 1), conv, as_norm(given))
     conv_norm_act(x.clone().requires_grad_(), conv, as_norm(given))
+    conv.bias = torch.nn.Parameter(bias.detach())
+    conv_norm_act(x, conv, as_norm(given)).sum().backward()
+    assert conv.bias.grad is not None
+    conv.bias = None
     for options in ({"padding": 2, "dilation": 2}, {"padding": 1, "groups": 2}):
         other = torch.nn.Conv2d(48, 80, 3, bias=False, **options).to(DEVICE, half).requires_grad_(False)
         conv_norm_act(x, other, as_norm(given))
@@ -159,6 +163,9 @@ def test_a_product_of_means(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     for each in (x, x.to(memory_format=torch.channels_last)):
         kernel_checks.close(kernels.mean(each), x.double().mean((2, 3)), dtype)
         close(mean_linear(each, layer), expected, dtype, times=2)
+    layer.bias.requires_grad_()
+    mean_linear(x, layer).sum().backward()
+    assert layer.bias.grad.eq(shape[0]).all()
 
 
 def test_rows_that_are_not_contiguous_images_empty_rows_and_other_dtypes() -> None:

@@ -110,7 +110,8 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
 
 def _is_of_windows(x: Tensor, layer: nn.Conv2d) -> bool:
     usual = layer.kernel_size == (3, 3) and layer.padding == (1, 1) and layer.groups == 1
-    return usual and layer.dilation == (1, 1) and windows_run(x, layer.weight, layer.stride[0])
+    usual = usual and layer.dilation == (1, 1) and not differentiated(layer.bias)
+    return usual and windows_run(x, layer.weight, layer.stride[0])
 
 
 def _product_of_windows(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int) -> Tensor:
@@ -460,7 +461,7 @@ def _like_conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | N
 def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, K]."""
     # Our kernels are faster for one image, of which a region has a graph of its own anyway.
-    one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x)
+    one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x, layer.weight, layer.bias)
     means = kernels.batch_norm.mean(x) if one else x.mean((2, 3))
     if one and is_unmodified(layer) and few_rows(means, (layer.weight, None)):
         return kernels.decode.linear(means, layer.weight, bias=layer.bias)
