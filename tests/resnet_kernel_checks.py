@@ -148,6 +148,8 @@ def test_a_convolution_of_few_pixels_is_a_product_of_a_few_rows(size, stride: in
     conv_norm_act(x, conv, as_norm(given)).sum().backward()
     assert conv.bias.grad is not None
     conv.bias = None
+    with pytest.raises(RuntimeError, match="channels"):
+        conv_norm_act(x[:, ::3], conv, as_norm(given))
     for options in ({"padding": 2, "dilation": 2}, {"padding": 1, "groups": 2}):
         other = torch.nn.Conv2d(48, 80, 3, bias=False, **options).to(DEVICE, half).requires_grad_(False)
         conv_norm_act(x, other, as_norm(given))

@@ -158,14 +158,17 @@ def test_convolutions_of_few_pixels_and_many_channels_are_products_of_windows(mo
         ((1, 640, 33, 32), 2, False), ((2, 639, 8, 8), 1, False),
     ):  # fmt: skip
         assert windows_run(torch.empty(shape), weight, stride) == expected
-    assert not windows_run(torch.empty(1, 64, 8, 8).bfloat16(), weight.bfloat16(), 1)
+    narrow = torch.empty(8, 64, 3, 3, memory_format=torch.channels_last)
+    assert not windows_run(torch.empty(1, 64, 8, 8).bfloat16(), narrow.bfloat16(), 1)
     monkeypatch.setattr(convs, "tma_runs", lambda *_: True)
     for shape, dtype, expected in (
         ((1, 64, 8, 8), torch.bfloat16, True), ((1, 64, 8, 9), torch.bfloat16, False),
-        ((2, 64, 4, 4), torch.bfloat16, False), ((1, 60, 8, 8), torch.bfloat16, False),
+        ((2, 64, 4, 4), torch.bfloat16, False), ((1, 48, 8, 8), torch.bfloat16, False),
         ((1, 64, 8, 8), torch.float32, False),
     ):  # fmt: skip
-        assert windows_run(torch.empty(shape, dtype=dtype), weight.to(dtype), 1) == expected
+        assert windows_run(torch.empty(shape, dtype=dtype), narrow.to(dtype), 1) == expected
+    odd = torch.empty(8, 60, 3, 3, memory_format=torch.channels_last).bfloat16()
+    assert not windows_run(torch.empty(1, 60, 8, 8).bfloat16(), odd, 1)
     # Of another layout the weight would be copied in every call.
     assert not windows_run(torch.empty(2, 640, 8, 8), weight.contiguous(), 1)
 

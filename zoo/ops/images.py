@@ -96,16 +96,20 @@ def windows_run(x: Tensor, weight: Tensor, stride: int) -> bool:
 
     This pays off for few pixels and many channels: weight reads dominate, and a matrix product reads weights faster.
     """
-    if differentiated(x, weight):
+    if differentiated(x, weight) or x.shape[1] != weight.shape[1]:
         return False
-    most = MOST_PIXELS if x.shape[1] >= LEAST_CHANNELS else FEW_PIXELS
-    if most == FEW_PIXELS:
+    many = x.shape[1] >= LEAST_CHANNELS
+    if not many:
         # The kernel of few rows takes tensors of one dtype that tensor cores multiply.
         alike = x.dtype != torch.float32 and compute_dtype(x) == x.dtype == weight.dtype
         if not (alike and x.shape[0] == 1 and x.shape[1] % 16 == 0 and tma_runs(x, weight)):
             return False
     pixels = x.shape[0] * ceil_div(x.shape[2], stride) * ceil_div(x.shape[3], stride)
-    return pixels <= most and weight.is_contiguous(memory_format=torch.channels_last) and kernels_run(x, weight)
+    return (
+        pixels <= (MOST_PIXELS if many else FEW_PIXELS)
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and kernels_run(x, weight)
+    )
 
 
 def _is_of_windows(x: Tensor, layer: nn.Conv2d) -> bool:
@@ -423,6 +427,16 @@ class _MaxPool(torch.autograd.Function):
         return kernels.batch_norm.max_pool_backward(grad, *ctx.saved_tensors, ctx.height, ctx.width)
 
 
+def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, O]."""
+    # Our kernels are faster for one image, of which a region has a graph of its own anyway.
+    one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x, layer.weight, layer.bias)
+    means = kernels.batch_norm.mean(x) if one else x.mean((2, 3))
+    if one and is_unmodified(layer) and few_rows(means, (layer.weight, None)):
+        return kernels.decode.linear(means, layer.weight, bias=layer.bias)
+    return layer(means)
+
+
 def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
     """``bias_act`` of a convolution with a bias, without gradients: x [N, C, H, W] -> [N, O, H', W'], as the residual.
 
@@ -456,16 +470,6 @@ def _like_conv_act(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | N
     name_fallbacks_alone()  # this runs when a graph with the operator is compiled
     out = torch.ops.aten.convolution.default(x, weight, bias, *options[:3], False, [0, 0], options[3])
     return out.contiguous(memory_format=torch.channels_last)
-
-
-def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, K]."""
-    # Our kernels are faster for one image, of which a region has a graph of its own anyway.
-    one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x, layer.weight, layer.bias)
-    means = kernels.batch_norm.mean(x) if one else x.mean((2, 3))
-    if one and is_unmodified(layer) and few_rows(means, (layer.weight, None)):
-        return kernels.decode.linear(means, layer.weight, bias=layer.bias)
-    return layer(means)
 
 
 # cuDNN's calls have no meta functions. ``torch.library.custom_op`` would import Dynamo at the first eager call.

@@ -14,6 +14,8 @@ length is read on the device. A second kernel merges the partial softmaxes in or
 are bitwise reproducible. It is a kernel of its own because products load their weights while it runs: the last program
 of attention, doing the same, would wait for them. Another kernel takes the greedy token of each row.
 
+ResNet computes the convolutions of few pixels and the head of one image by the same products.
+
 Shape legend: M or B rows of features, a few, N rows of the weight, C columns, H query heads, K key and value heads,
 G = H / K, S slots of the cache, V vocabulary, P parts of either, D width of a head.
 """
