@@ -22,8 +22,10 @@ from zoo.ops.common import accumulation_dtype, differentiated, kernels_run
 
 # Whether a sum adds or concatenates a row's own features.
 Own: TypeAlias = Literal["add", "concat"] | None
-# Minimum edges of a chunk. One program walks them in some 20 microseconds on an H200, about as long as a short launch.
+# Minimum edges of a chunk, a quarter of them in a graph of few edges. Each cut costs a large graph some bandwidth, and
+# a small graph is as slow as its longest row: one program walks 128 edges in some 15 microseconds on an H200.
 EDGES_PER_CHUNK = 128
+FEW_EDGES = 2**17
 # Number of pieces that keeps a large GPU busy to the end.
 ENOUGH_PIECES = 8192
 
@@ -128,7 +130,8 @@ def split_rows(pointers: Tensor, edges: int, size: int | None = None) -> Split |
     """
     if size is None:
         mean = edges // max(pointers.shape[0] - 1, 1)
-        size = max(EDGES_PER_CHUNK, min(1 << (4 * mean).bit_length(), edges // ENOUGH_PIECES))
+        least = EDGES_PER_CHUNK // 4 if edges < FEW_EDGES else EDGES_PER_CHUNK
+        size = max(least, min(1 << (4 * mean).bit_length(), edges // ENOUGH_PIECES))
     if edges <= size or pointers.is_meta:
         return None
     degree = pointers.diff()

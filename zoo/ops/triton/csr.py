@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.engine.kernel import follow, kernel
+from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div, next_power
 from zoo.ops.csr import MOST_AT_ONCE, Own, Rows
 
@@ -69,13 +69,14 @@ def partial_of(rows: Rows, x: Tensor, *shape: int) -> Tensor | None:
     return None if rows.chunks is None else x.new_empty(rows.chunks.shape[0], *shape, dtype=torch.float32)
 
 
-def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> dict[str, int]:
+def choose_blocks(channels: int, itemsize: int, nodes: int = 0, weighted: bool = False) -> dict[str, int]:
     """Tile of a program (rows, edges per step, columns), from the bytes per value and the number of gathered nodes.
 
     Measured on an H200, since autotuning delays first calls. Wide features are processed in strips of 128 bytes, all
     rows before the next strip: a strip of some hundred thousand nodes fits in the L2 cache. Very wide features use
     strips of 256 bytes, since every strip reads the edges again. If no strip fits in the cache, a strip is as wide as
-    possible. A program is one warp with 8 to 32 values per thread in flight: larger tiles lower the occupancy.
+    possible. A program is one warp with 8 to 32 values per thread in flight: larger tiles lower the occupancy. With
+    weights more edges are in flight, since a step also waits for them.
     """
     strip, small = 128 // itemsize, next_power(channels)
     if nodes * 128 > L2_BYTES and channels >= 32:
@@ -89,7 +90,7 @@ def choose_blocks(channels: int, itemsize: int, nodes: int = 0) -> dict[str, int
     else:
         columns = small if channels < 2 * strip else strip
         if columns >= 32:
-            rows, edges = 4, 2 if itemsize > 2 else 4
+            rows, edges = 4, 4 if itemsize <= 2 or (weighted and columns == 32) else 2
         else:
             edges = 4 if columns == 16 else 8
             rows = min(512 // (edges * columns), 16)
@@ -103,9 +104,8 @@ def grid_of(rows: Rows, channels: int, blocks: dict[str, int]) -> tuple[int, int
 
 
 def merge_tile(channels: int) -> dict[str, int]:
-    """Tile of a merging program. It loads many chunks per step, since few programs run and latency must be hidden."""
-    columns = min(next_power(channels), 8)
-    return {"CHUNKS": 16384 // columns, "COLUMNS": columns, "num_warps": 16}
+    """Tile of a merging program, measured on an H200. Most long rows have few chunks; the others take more steps."""
+    return {"CHUNKS": 64, "COLUMNS": min(next_power(channels), 32), "num_warps": 4}
 
 
 def merge_grid(long_rows: Tensor, channels: int, tile: dict[str, int]) -> tuple[int, int]:
@@ -142,9 +142,8 @@ def _csr_sum(
     x, index, pointers, weight, gather_scale, row_scale, bias, chunks, out, partial, rows, num_chunks, chunk_size,
     own_rows, CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr,
     RELU: tl.constexpr, OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, ROWS: tl.constexpr, EDGES: tl.constexpr,
-    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     readable = column < READABLE
@@ -183,9 +182,7 @@ def _merge_sums(
     partial, long_rows, row_scale, bias, x, out, num_rows, own_rows,
     CHANNELS: tl.constexpr, READABLE: tl.constexpr, STRIDE: tl.constexpr, OWN: tl.constexpr, RELU: tl.constexpr,
     OUT_STRIDE: tl.constexpr, OUT_COLUMN: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    follow(OVERLAP)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < CHANNELS
     number = tl.program_id(0)
@@ -226,12 +223,12 @@ def csr_sum(
         out = x.new_empty(number, 2 * channels if own == "concat" else channels)
     if not number or not channels:
         return out
-    blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0])
+    blocks = choose_blocks(max(channels, readable), x.element_size(), x.shape[0], weight is not None)
     partial = partial_of(rows, x, channels)
     _csr_sum[grid_of(rows, channels, blocks)](
         x, rows.nodes, rows.pointers, weight, gather_scale, row_scale, bias, rows.chunks, out, partial, *rows.limits,
         x.shape[0], CHANNELS=channels, READABLE=readable, STRIDE=x.shape[1], OWN=_OWN[own], RELU=relu,
-        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, OVERLAP=False, **blocks,
+        OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column, **blocks,
     )  # fmt: skip
     if partial is not None:
         merge_sums(partial, rows, out, out_column, row_scale, bias, x, _OWN[own], readable, relu)
@@ -252,7 +249,7 @@ def merge_sums(
     _merge_sums[merge_grid(rows.long_rows, channels, tile)](
         partial, rows.long_rows, row_scale, bias, x, out, rows.long_rows.shape[0], own_rows, CHANNELS=channels,
         READABLE=readable, STRIDE=stride, OWN=own, RELU=relu, OUT_STRIDE=out.shape[1], OUT_COLUMN=out_column,
-        OVERLAP=False, **tile,
+        **tile,
     )  # fmt: skip
 
 
