@@ -244,8 +244,10 @@ def test_caches_that_do_not_fit_are_refused() -> None:
             call()
     with torch.inference_mode(), autocast:
         assert model(given, cache=narrow).isfinite().all()
-    with pytest.raises(ValueError, match="a cache has no gradients"):
-        model(given, cache=cache)
+    for learns in (True, False):  # the norms still learn
+        model.embed_tokens.requires_grad_(learns)
+        with pytest.raises(ValueError, match="a cache has no gradients"):
+            model(given, cache=cache)
     assert all(layer.abs().sum() == 0 for layer in cache.layers)
 
 

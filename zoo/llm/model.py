@@ -552,7 +552,7 @@ class LLM(GenerationMixin):
         """Embedding and layers: [B, T] -> [B, T, C]."""
         x = self.embed_tokens(input_ids)
         batch, tokens = input_ids.shape
-        if cache is not None and x.requires_grad:
+        if cache is not None and torch.is_grad_enabled() and any(each.requires_grad for each in self.parameters()):
             raise ValueError("a cache has no gradients: call the model under torch.inference_mode(), or without it")
         window = self.config.sliding_window
         positions = torch.arange(tokens, device=x.device)[None] if position_ids is None else position_ids
