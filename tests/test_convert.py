@@ -15,7 +15,6 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0, Slic
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
-from torchvision.ops import FrozenBatchNorm2d
 
 import zoo
 from tests import bert_reference as bert
@@ -31,13 +30,10 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Other norms, groups and widths are drawn in test_fuzz.py.
+# What test_fuzz.py does not draw; norms, groups, widths and dilated bottlenecks it does.
 RESNETS: dict[str, tuple[type[nn.Module], list[int], dict[str, Any]]] = {
-    "basic": (BasicBlock, [1, 2, 1, 1], {}),
     "bottleneck": (Bottleneck, [2, 1, 1, 1], {"num_classes": 7}),
-    "dilated early": (Bottleneck, [1, 1, 2, 1], {"replace_stride_with_dilation": [True, False, True]}),
     "dilated basic": (BasicBlock, [1, 1, 1, 1], {"replace_stride_with_dilation": [False, False, True]}),
-    "frozen, other eps": (BasicBlock, [1, 1, 1, 1], {"norm_layer": partial(FrozenBatchNorm2d, eps=0.1)}),
 }
 # What test_fuzz.py does not draw.
 GRAPHS: list[tuple[type[nn.Module], dict[str, Any]]] = [
@@ -220,9 +216,7 @@ BY_HAND: list[tuple[Make, Any, str]] = [
         for change, words in [
             (("", "fc", nn.Sequential(nn.Dropout(), nn.Linear(512, 3))), "fc=Sequential"),
             (("", "conv1", nn.Conv2d(3, 64, 3, bias=False)), r"conv1=Conv2d.*_size=\(3, 3\).*_size=\(7, 7\)"),
-            (("", "maxpool", nn.Identity()), "maxpool=Identity"),
             (("layer3.0", "bn2", nn.BatchNorm2d(256, eps=1e-3)), r"layer3\.0\.bn2=BatchNorm2d.*eps=0\.001"),
-            (("layer3.0", "bn1", nn.BatchNorm2d(256, affine=False)), r"layer3\.0\.bn1=BatchNorm2d.*affine=False"),
             (("layer2.0", "relu", nn.GELU()), r"layer2\.0\.relu=GELU"),
             (("", "bn1", nn.GroupNorm(4, 64)), r"bn1=GroupNorm.*expected BatchNorm2d"),
             (lambda module: module.train().layer1[0].bn1.eval(), r"layer1\.0\.bn1 has training=False"),
@@ -234,8 +228,6 @@ BY_HAND: list[tuple[Make, Any, str]] = [
         (partial(unet.make, "sd"), change, words)
         for change, words in [
             (lambda module: module.enable_freeu(0.9, 0.2, 1.2, 1.4), "FreeU is on.*disable_freeu"),
-            (lambda module: module.mid_block.register_forward_hook(print), "mid_block has a hook"),
-            (("", "conv_in", nn.Conv2d(5, 16, 3, padding=1)), "conv_in=Conv2d.5"),
             (lambda module: module.fuse_qkv_projections(), "is a FusedAttnProcessor2_0.*unfuse_qkv"),
             (lambda module: module.set_attn_processor(SlicedAttnProcessor(1)), "is a SlicedAttnProcessor"),
             (
@@ -293,25 +285,16 @@ REFUSED: list[tuple[Make, str]] = [
             ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
             ("llama", {"attention_bias": True}, "attention_bias=True"),
             ("llama", {"mlp_bias": True}, "mlp_bias=True"),
-            ("qwen3", {"attention_bias": True}, "attention_bias=True"),
             ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
             ("llama", {"rope_parameters": YARN}, "rope_type='yarn'"),
-            ("qwen2", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "rope_type='dynamic'"),
             ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.5"),
             ("qwen2", {**WINDOW, "max_window_layers": 1}, "layer_types="),
-            ("qwen3", {**WINDOW, "max_window_layers": 2}, "layer_types="),
         ]
     ),
     *(
         (partial(small_unet, **{option: value}), f"{option}={value!r}")
         for option, value in [
-            ("mid_block_type", "UNetMidBlock2D"), ("mid_block_type", None), ("only_cross_attention", True),
-            ("act_fn", "gelu"), ("mid_block_scale_factor", 2), ("resnet_time_scale_shift", "scale_shift"),
-            ("num_class_embeds", 5), ("class_embed_type", "timestep"), ("encoder_hid_dim", 8),
-            ("time_embedding_type", "fourier"), ("time_embedding_act_fn", "silu"), ("timestep_post_act", "silu"),
-            ("attention_type", "gated"), ("dual_cross_attention", True), ("time_embedding_dim", 20),
-            ("center_input_sample", True), ("flip_sin_to_cos", False), ("freq_shift", 1), ("conv_in_kernel", 1),
-            ("conv_out_kernel", 5), ("downsample_padding", 0),
+            ("mid_block_type", None), ("act_fn", "gelu"), ("class_embed_type", "timestep"), ("flip_sin_to_cos", False),
         ]
     ),
     (
@@ -331,14 +314,10 @@ REFUSED: list[tuple[Make, str]] = [
             (pyg.GAT, {"v2": True}, "convs.0='GATv2Conv'"),
             (pyg.GAT, {"edge_dim": 3}, "edge_dim=3"),
             (pyg.GAT, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),
-            (pyg.GraphSAGE, {"in_channels": (6, 6)}, r"in_channels=\(6, 6\)"),
-            (pyg.GraphSAGE, {"aggr": "lstm"}, "aggr is 'lstm', expected"),
             (pyg.GraphSAGE, {"aggr": ["mean", "max"]}, r"aggr is \['mean', 'max'\], expected"),
             (pyg.GCN, {"aggr": "mean"}, "convs.0.aggr_module='MeanAggregation'"),
             (pyg.GCN, {"jk": "lstm"}, "jk is 'lstm', expected"),
-            (pyg.GCN, {"act": "prelu"}, "act=PReLU"),
             (pyg.GCN, {"act": abs}, "act=<built-in function abs"),
-            (pyg.GCN, {"norm": "graph_norm"}, "norm=GraphNorm"),
             (pyg.GCN, {"norm": torch.nn.LayerNorm(8)}, "supported are torch-geometric's BatchNorm and LayerNorm"),
             (pyg.GCN, {"norm": "batch", "norm_kwargs": {"momentum": None}}, "norm_kwargs has momentum=None"),
             (pyg.GCN, {"norm": "batch", "norm_kwargs": {"allow_single_element": True}}, "allow_single_element"),

@@ -21,7 +21,6 @@ XL: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "sd": {},
-    "sd, linear": {"use_linear_projection": True, "upcast_attention": True, "attention_head_dim": [1, 4]},
     "xl": XL,
     "xl, conv": {**XL, "use_linear_projection": False},
     "three levels": {
@@ -38,7 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
         "up_block_types": ("CrossAttnUpBlock2D",),
         "layers_per_block": 2,
     },
-    "groups of six and twelve": {"block_out_channels": (24, 48), "norm_num_groups": 4, "attention_head_dim": 3},
     "guidance in the timestep": {"time_cond_proj_dim": 6},
     "other ends": {
         "in_channels": 9, "out_channels": 3, "norm_eps": 1e-3, "sample_size": [16, 24],
