@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
@@ -179,24 +178,6 @@ def test_which_convolutions_are_computed_so(options, shape, helps, squares):
     squares.clear()
     stem.stem_conv(x.requires_grad_(), conv)
     assert not squares  # images that want a gradient get it
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", STEM_SHAPES, ids=str)
-def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype):
-    x, weight = torch.randn(shape), torch.randn(8, shape[1], 7, 7)
-    x, weight = (tensor.to("cuda", dtype) for tensor in (x, weight))
-    conv = nn.Conv2d(shape[1], 8, 7, 2, 3, bias=False, device="cuda", dtype=dtype)
-    conv.load_state_dict({"weight": weight})
-    expected = F.conv2d(x.double(), weight.double(), None, 2, 3)
-    for images in (x, x.contiguous(memory_format=torch.channels_last)):
-        found = stem.stem_conv(images, conv)
-        assert found.dtype == dtype and found.is_contiguous(memory_format=torch.channels_last)
-        error = (found.double() - expected).norm() / expected.norm()
-        assert error < {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
-    with torch.autocast("cuda", torch.bfloat16):
-        assert stem.stem_conv(x, conv).dtype == torch.bfloat16
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
