@@ -516,14 +516,6 @@ def test_what_does_not_run_or_is_wrong_fails_and_what_has_no_numbers_says_nothin
         assert claims.measure(part("at least 1", figure=name, arms=arms), race) is None, name
 
 
-def test_two_gpus_are_two_races_and_of_torch_the_newest_counts() -> None:
-    results = [*pair(1.5), *pair(2.5, environment="e2")]
-    a100 = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "gpu": "NVIDIA A100"}}
-    assert [place.outcome for place in places(part("1.4 to 1.6"), races(results, a100))] == ["holds", "fails"]
-    newer = {"e1": ENVIRONMENT, "e2": {**ENVIRONMENT, "torch": "2.13.0"}}
-    assert [place.outcome for place in places(part("1.4 to 1.6"), races(results, newer))] == ["fails"]
-
-
 def test_the_page_has_a_line_a_claim_says_what_is_not_measured_and_no_figure_is_typed() -> None:
     parts = part("1.4 to 1.6"), part("at least 1", ARXIV, says="larger")
     one = Claim(7, "Gains", "`full` gains.", parts, "Note.")
