@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -73,10 +72,6 @@ def test_a_name_that_held_a_function_of_torch_may_hold_another(name: str, backen
     assert not torch.allclose(before, model(x))
 
 
-def foreign(name: str) -> nn.Module:
-    return MODELS[f"transformers {name}"].make().eval()
-
-
 def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
     ids = torch.arange(3, 3 + 2 * tokens).view(2, tokens)
     how = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "disable_compile": True, **kwargs}
@@ -98,7 +93,7 @@ def generate(model: nn.Module, tokens: int = 6, **kwargs: Any) -> Tensor:
 )
 @pytest.mark.slow
 def test_generation_costs_no_graph_for_a_layer_or_a_token(name: str, how: dict[str, Any], expected: int) -> None:
-    model = foreign(name)
+    model = MODELS[f"transformers {name}"].make().eval()
     tokens = generate(model, **how)
     compiled(model)
     with zoo.enforce_budget(model):
@@ -122,28 +117,25 @@ class Overwriting(Block):
         return super().forward(x.mul_(2))
 
 
-class FromView(nn.Module):
+class FromView(Sequence):
     """Its first block is given a view, which is read again after it, perhaps with what the block wrote."""
 
-    def __init__(self, block: type[Block]) -> None:
-        super().__init__()
-        self.stem, self.blocks = nn.Linear(4, 8), nn.ModuleList(block(4) for _ in range(3))
-
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.stem(x).view(-1, 4)
-        for block in self.blocks:
+        stem, *blocks = self.blocks
+        first = x = stem(x).view(-1, 4)
+        for block in blocks:
             x = block(x)
         return x + first.square()
 
 
-SYMBOLIC = r"blocks\.0 \(\w+\): x\.shape\[0\] differed .*dynamic=False"
+SYMBOLIC = r"blocks\.1 \(\w+\): x\.shape\[0\] differed .*dynamic=False"
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["no gradients", "training"])
 @pytest.mark.parametrize("block", [Block, Overwriting])
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", None), ("aot_eager", None), ("aot_eager", True)])
 def test_sizes_that_vary_are_a_graph_for_views_and_others_alike(block, backend, dynamic, training):
-    model = FromView(block)
+    model = FromView(nn.Linear(4, 8), *(block(4) for _ in range(3)))
     reference = copy.deepcopy(model)
     compiled(model, backend=backend, dynamic=dynamic)
     warned = contextlib.nullcontext() if dynamic else pytest.warns(zoo.RegionWarning, match=SYMBOLIC)
@@ -203,29 +195,24 @@ class Numbered(Block):
         return super().forward(x) * scale + place
 
 
-class Numbering(nn.Module):
+class Numbering(Sequence):
     """Numbers its blocks, or tells them how many rows there are: of the later ones half as many."""
 
-    def __init__(self, rows: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Numbered(4) for _ in range(6))
-        self.rows = rows
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: bool) -> Tensor:
         for place, block in enumerate(self.blocks):
-            x = x[: len(x) // 2] if self.rows and place == 3 else x
-            x = block(x, len(x)) if self.rows else block(x, place, scale=0.1 + place)
+            x = x[: len(x) // 2] if rows and place == 3 else x
+            x = block(x, len(x)) if rows else block(x, place, scale=0.1 + place)
         return x
 
 
 @pytest.mark.parametrize(("rows", "said", "symbols"), [(False, "at least 2", {"place", "scale"}), (True, "2", set())])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_numbers_that_a_model_gives_its_blocks_are_symbols_but_sizes_are_not(rows, said, symbols, backend):
-    model, x = Numbering(rows).eval(), torch.randn(4, 4)
+    model, x = Numbering(*(Numbered(4) for _ in range(6))).eval(), torch.randn(4, 4)
     with torch.no_grad():
-        report = zoo.find_regions(model, args=(x,))
+        report = zoo.find_regions(model, args=(x, rows))
     assert report.graphs == said and ("differs: inputs[1]: 0 / other numbers" in str(report)) is not rows
-    as_uncompiled(model, x, graphs={"Numbered": 2}, backend=backend)  # the first block's numbers are constants
+    as_uncompiled(model, x, rows, graphs={"Numbered": 2}, backend=backend)  # the first block's numbers are constants
     assert set().union(*(entry.varied for entry in GRAPH_LOG.of(plan_of(model).log_id))) == symbols
 
 
@@ -289,9 +276,7 @@ def test_stochastic_depth_in_training_is_a_graph_for_all_rates(backend: str) -> 
 def test_a_layer_that_training_drops_was_not_bypassed() -> None:
     model, x = Dropping(*(Block(4) for _ in range(4))), torch.randn(2, 4)
     model.dropped = (1, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compiled(model, kwargs={"x": x})
+    compiled(model, kwargs={"x": x})
     with zoo.enforce_budget(model):
         model(x)
     with zoo.enforce_budget(model):
@@ -328,31 +313,18 @@ def mapped(place: int, held: Any, y: Tensor) -> Tensor:
     return pytree.tree_map(lambda each: each * 2, held)[place] + y
 
 
-def insert(place: int, held: Any, y: Tensor) -> Tensor:
-    held.insert(0, y)
-    return held[place] + y
-
-
-def reverse(place: int, held: Any, y: Tensor) -> Tensor:
-    held.reverse()
-    return held[place] + y
-
-
-def shorten(place: int, held: Any, y: Tensor) -> Tensor:
+def shorten(held: list[Any], y: Tensor) -> None:
     del held[0]
     held.pop()
-    return held[place] + y if place < len(held) else y
 
 
-def replace(place: int, held: Any, y: Tensor) -> Tensor:
+def replace(held: list[Any], y: Tensor) -> None:
     held[:] = [each + 1 for each in held]
-    return held[place] + y
 
 
-def empty(place: int, held: Any, y: Tensor) -> Tensor:
+def empty(held: list[Any], y: Tensor) -> None:
     held.clear()
     held += [y, y + 1, y + 2, y + 3, y + 4]
-    return held[place] + y
 
 
 class Holding(Wired):
@@ -362,37 +334,37 @@ class Holding(Wired):
         return self.use(self.place, held, self.linear(x))
 
 
+class Moving(Holding):
+    """Moves items of the caller's list before it picks one."""
+
+    def forward(self, x: Tensor, held: list[Any]) -> Tensor:
+        y = self.linear(x)
+        self.use(held, y)
+        return y + held[self.place] if self.place < len(held) else y
+
+
+SORT = lambda held, y: held.sort(reverse=True)  # noqa: E731
+MOVES = [lambda held, y: held.insert(0, y), lambda held, y: held.reverse(), SORT, shorten, replace, empty]
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
-@pytest.mark.parametrize("use", [collect, oldest, mapped, insert, reverse, shorten, replace, empty])
-def test_a_block_sees_the_callers_list_or_dict_as_it_is(use: Any) -> None:
-    eager = Sequence(*(Holding(place=place, use=use) for place in range(4)))
+@pytest.mark.parametrize(
+    ("block", "use"), [(Holding, collect), (Holding, oldest), (Holding, mapped), *((Moving, use) for use in MOVES)]
+)
+def test_a_block_sees_the_callers_list_or_dict_as_it_is(block: type[Holding], use: Any) -> None:
+    eager = Sequence(*(block(place=place, use=use) for place in range(4)))
     model = compiled(copy.deepcopy(eager))
     x = torch.randn(2, 4)
+    item = 1.0 if use is SORT else torch.ones(2, 4)
     with torch.no_grad():
         for count in (9, 12):
-            ours, theirs = (
-                {} if use in (collect, oldest) else [torch.ones(2, 4) * k for k in range(count)] for _ in "ab"
-            )
+            ours, theirs = ({} if use in (collect, oldest) else [item * k for k in range(count)] for _ in "ab")
             for times in (1, 2):
                 if use is not shorten or times == 1:
                     torch.testing.assert_close(model(x * times, ours), eager(x * times, theirs))
             assert type(ours) is type(theirs)
             torch.testing.assert_close(ours, theirs)
             assert list(ours) == list(theirs) if isinstance(ours, dict) else len(ours) == len(theirs)
-
-
-def descend(place: int, held: Any, y: Tensor) -> Tensor:
-    held.sort(reverse=True)
-    return y * held[place]
-
-
-def test_a_block_sees_the_callers_list_in_the_order_that_it_sorts_it_to() -> None:
-    eager = Sequence(*(Holding(place=place, use=descend) for place in range(4)))
-    model, x = compiled(copy.deepcopy(eager)), torch.randn(2, 4)
-    ours, theirs = ([float(k) for k in range(9)] for _ in "ab")
-    with torch.no_grad():
-        torch.testing.assert_close(model(x, ours), eager(x, theirs))
-    assert ours == theirs
 
 
 class Attends(Wired):
@@ -630,11 +602,7 @@ class Sums(Wired):
         return torch.relu(self.linear(x))
 
 
-class Summed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Sums(index=index) for index in range(3))
-
+class Summed(Sequence):
     def forward(self, x: Tensor) -> Tensor:
         sums = [x, x, x]
         for block in self.blocks:
@@ -644,7 +612,8 @@ class Summed(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace")
 def test_other_tracers_see_a_model_as_uncompiled() -> None:
-    model, x, other = Summed(), torch.randn(2, 4), torch.randn(3, 4)
+    model = Summed(*(Sums(index=index) for index in range(3)))
+    x, other = torch.randn(2, 4), torch.randn(3, 4)
     model.blocks[0].register_forward_hook(lambda block, inputs, output: 2 * output)
     expected = model(other)
     compiled(model)
@@ -671,13 +640,6 @@ def test_a_buffer_that_grows_is_a_graph_a_size_and_no_violation() -> None:
         with torch.no_grad(), zoo.enforce_budget(model):
             model(x)
         assert graphs_of(model) == {"Growing": graphs}
-
-
-class Formatting(Wired):
-    """Takes its place as text, which no symbol can be."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * getattr(self, f"scale_{self.place}")
 
 
 class Naming(Block):
@@ -719,13 +681,6 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
             torch.testing.assert_close(loaded(x), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot be symbols:zoo.RegionWarning")
-def test_what_cannot_be_a_symbol_is_a_graph_a_value() -> None:
-    scales = {f"scale_{place}": 1.0 + place for place in range(3)}
-    model = Sequence(*(Formatting(place=place, **scales) for place in range(3)))
-    as_uncompiled(model, torch.randn(2, 4), graphs={"Formatting": 3}, budget=False)
-
-
 class Printing(Wired):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
@@ -746,37 +701,6 @@ def test_an_error_of_the_compiler_names_the_module_the_line_and_the_remedy() -> 
     compiled(model, regions=[zoo.Region(Printing, fullgraph=False)])
     with pytest.raises(zoo.BudgetError, match="graph break"), zoo.enforce_budget(model):
         torch.testing.assert_close(model(x), expected)
-
-
-class Processed(Wired):
-    """Counts the arguments of the function that it holds, as the attention of diffusers does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        known = set(inspect.signature(self.process.__call__).parameters)
-        return self.process(self.linear(x), **{name: 2.0 for name in ("scale",) if name in known})
-
-
-class Doubling:
-    def __call__(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-class Scaling:
-    def __call__(self, x: Tensor, scale: float) -> Tensor:
-        return x * scale
-
-
-def test_another_function_in_a_block_is_no_size_that_varies() -> None:
-    model, x = (
-        compiled(Sequence(Processed(process=Doubling()), Processed(process=Doubling())).eval()),
-        torch.randn(2, 4),
-    )
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", zoo.RegionWarning)
-        expected = model(x)
-        for block in model.blocks:
-            block.process = Scaling()
-        assert model(x).shape == expected.shape
 
 
 class Settings(dict[str, Any]):
@@ -961,14 +885,10 @@ class Repeating(nn.Module):
         return x
 
 
-def shared() -> nn.Module:
-    return nn.Sequential(*[Block(8)] * 3)
+REPEATED = {of_torch: "TransformerEncoderLayer", sequential: "Sequential", Repeating: "Block"}
 
 
-REPEATED = {of_torch: "TransformerEncoderLayer", sequential: "Sequential", Repeating: "Block", shared: "Block"}
-
-
-@pytest.mark.parametrize(("make", "name"), REPEATED.items())
+@pytest.mark.parametrize(("make", "name"), [*REPEATED.items(), (lambda: nn.Sequential(*[Block(8)] * 3), "Block")])
 def test_blocks_of_torch_and_a_block_that_repeats_are_one_graph(make: Callable[[], nn.Module], name: str) -> None:
     as_uncompiled(make().eval(), torch.randn(2, 3, 8), graphs={name: 1}, backend="aot_eager")
 
@@ -1038,9 +958,7 @@ def test_warm_up_takes_arguments_in_every_form_and_functions() -> None:
         assert zoo.warm_up(model, lambda: model(x=torch.randn(7, 4)).sum()).graphs == 1
         keyed, x = compiled(Keyed(Block(4), Block(4))), torch.randn(2, 4)
         assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 0  # all is compiled
+        assert zoo.warm_up(keyed, args=x, kwargs=x).graphs == 0  # all is compiled
     with pytest.warns(zoo.RegionWarning, match="no region of Sequence was called: give functions"):
         zoo.warm_up(compiled(Sequence(Block(4), Block(4))), lambda: model(torch.randn(2, 4)))
     model, x = compiled(Scaled(Block(4), Block(4)), dynamic=False), torch.randn(2, 4)
