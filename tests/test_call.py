@@ -208,13 +208,6 @@ def test_wrong_arguments_fail_as_in_eager() -> None:
             block(*args, **kwargs)
 
 
-def test_inside_a_model_compiled_as_a_whole(by_dynamo: list[Any]) -> None:
-    (block,), x = blocks(), torch.randn(3, 8)
-    whole = torch.compile(lambda x: block(x) + 1, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(x), block._call_impl(x) + 1)
-    assert by_dynamo == []
-
-
 class Broken(Wired):
     def forward(self, x: torch.Tensor, cache: dict[int, torch.Tensor]) -> torch.Tensor:
         x = self.linear(x)
@@ -270,22 +263,6 @@ def test_a_decorated_forward_with_any_arguments(by_dynamo: list[Any]) -> None:
         block.power = 2
         torch.testing.assert_close(block(x), block._call_impl(x))
         torch.testing.assert_close(block(x, bias=2.0), block._call_impl(x, bias=2.0))
-
-
-def test_gradients_and_running_statistics_of_direct_calls(by_dynamo: list[Any]) -> None:
-    model = blocks(backend="aot_eager").train()
-    reference = copy.deepcopy(model)
-    for step in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-        for each in (model, reference):
-            each.zero_grad()
-            each[0](x).square().sum().backward()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-        for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
-            torch.testing.assert_close(ours, theirs)
-    # Whatever is compiled again while statistics settle, the last step ran directly.
-    assert len(by_dynamo) < 3
 
 
 def test_a_closure_is_read_at_each_call(by_dynamo: list[Any]) -> None:

@@ -298,23 +298,6 @@ def test_a_recompile_of_the_same_kind_is_a_violation_unless_it_has_a_budget() ->
         model(x)
 
 
-def test_a_flag_that_changes_in_one_block_after_compilation_is_a_violation() -> None:
-    class Flagged(Block):
-        flag = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) if self.flag else -x
-
-    model = compiled(Sequence(*(Flagged(4) for _ in range(4))).eval())
-
-    def change() -> None:
-        model.blocks[1].flag = False
-        model(torch.randn(2, 4))
-
-    (violation,) = violations(model, lambda: model(torch.randn(2, 4)), change)
-    assert "Flagged (blocks.1): recompiled" in violation and "flag" in violation
-
-
 @pytest.mark.parametrize("bypass", ["forward", "checkpoint"])
 def test_a_bypassed_region_is_a_violation(bypass: str) -> None:
     class Bypass(Sequence):

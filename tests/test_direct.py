@@ -18,18 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 from tests.blocks import Wired
 from tests.fake_gpu import Gpu, let_dynamo_see_triton
+from tests.test_kernel import _scaled
 from zoo.engine import direct
 from zoo.engine.autograd import differentiable_once, trace_halves
-from zoo.engine.kernel import Kernel, kernel
+from zoo.engine.kernel import Kernel
 from zoo.ops.images import group_norm
 from zoo.ops.triton.tiles import product
-
-
-@kernel(do_not_specialize=["rows"])
-def _scaled(x, scale, out, rows, columns, COLUMNS: tl.constexpr):
-    row, column = tl.program_id(0), tl.arange(0, COLUMNS)
-    value = tl.load(x + row * columns + column) * tl.load(scale + column)
-    tl.store(out + row * columns + column, value)
 
 
 def launch(x: Tensor, scale: Tensor) -> Tensor:
@@ -344,7 +338,6 @@ def test_a_write_to_what_is_saved_is_noticed(launches: list[Any], inductor: list
 
 @pytest.mark.parametrize("learns", [False, True])
 def test_symbolic_sizes_reach_the_grid_and_a_backward(learns: bool, launches: list[Any], inductor: list[Any]) -> None:
-    torch._dynamo.reset()
     backend, operator = direct.DirectOrInductor(None, True, True), Scale.apply if learns else launch
     step = torch.compile(lambda x, scale: operator(x, scale), backend=backend, fullgraph=True, dynamic=True)
     scale = torch.rand(16)
