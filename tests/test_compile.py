@@ -71,14 +71,6 @@ def test_a_compiled_model_is_freed_with_its_last_reference(make: object) -> None
     assert alive() is None
 
 
-def test_a_ninth_model_of_one_class_still_compiles() -> None:
-    with torch.no_grad():
-        for width in range(2, 14):
-            model = compiled(Stack(width=width))
-            with zoo.enforce_budget(model):
-                model(torch.randn(2, 4))
-
-
 def test_warm_up_says_what_was_spent_by_its_own_model_alone(capsys: pytest.CaptureFixture[str]) -> None:
     model = compiled(Sequence(Block(4), Block(4), Block(4)), backend="aot_eager").eval()
     with torch.no_grad():
