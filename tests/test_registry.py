@@ -53,24 +53,6 @@ def test_a_model_that_is_made_in_inference_mode_can_be_trained(tmp_path: Path, n
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("form", ["safetensors", "pt", "folder"])
-@pytest.mark.parametrize("keys", ["zoo", "upstream"])
-def test_weights_from_files_with_either_librarys_keys(tmp_path: Path, form: str, keys: str) -> None:
-    source = zoo.create("gcn-debug")
-    state = (source if keys == "zoo" else zoo.to_upstream(source)).state_dict()
-    path = tmp_path / f"weights.{form}"
-    if form == "safetensors":
-        save_file(state, path)
-    elif form == "pt":
-        torch.save(state, path)
-    else:
-        path.mkdir()
-        save_file(state, path / "model.safetensors")
-    loaded = zoo.create("gcn-debug", weights=path)
-    inputs = zoo.example_inputs(source)
-    torch.testing.assert_close(loaded(**inputs), source(**inputs), rtol=0, atol=0)
-
-
 def test_wrong_weights_are_named(tmp_path: Path) -> None:
     state = zoo.create("gcn-debug").state_dict()
     first = next(iter(state))
