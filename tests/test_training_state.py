@@ -121,24 +121,16 @@ def test_a_file_that_was_cut_off_is_named_and_changes_nothing(name: str, kept: i
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-            self.second.weight = self.first.weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    model = Tied()
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
+    model[1].weight = model[0].weight
     step = TrainingStep(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     step(torch.ones(2, 4))
     step.save(tmp_path)
-    saved = model.first.weight.detach().clone()
+    saved = model[0].weight.detach().clone()
     step(torch.ones(2, 4))
     step.load(tmp_path)
-    assert model.first.weight is model.second.weight
-    torch.testing.assert_close(model.first.weight.detach(), saved, rtol=0, atol=0)
+    assert model[0].weight is model[1].weight
+    torch.testing.assert_close(model[0].weight.detach(), saved, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("wanted", [None, True])
