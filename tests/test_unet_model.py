@@ -81,7 +81,6 @@ def test_sines_of_timesteps_are_diffusers_to_the_bit() -> None:
 
 @pytest.mark.parametrize("name", ["qkv", "query", "text_out", "mlp_in", "mlp_out", "self_out"])
 def test_a_replaced_product_is_called(name: str) -> None:
-    torch.manual_seed(0)
     block = TransformerBlock(8, 2)
     x, key = torch.randn(6, 8), torch.randn(2, 5, 16)
     plain = getattr(block, name)
@@ -185,7 +184,6 @@ def test_convolutions_of_few_pixels_are_products_in_a_graph(gpu: fake_gpu.Gpu, m
 
 
 def test_products_learn_in_float32_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(products, "kernels_run", lambda *_: True)
     model = zoo.create("unet-debug").train()
     inputs = zoo.example_inputs(model, size=8, tokens=5)
