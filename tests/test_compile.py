@@ -248,9 +248,11 @@ def test_over_budget_names_the_region_the_mode_and_the_reason() -> None:
             x = self.blocks[0](self.stem(x))
             return self.blocks[2](self.blocks[1](x.repeat(2, 1)))
 
-    model = compiled(Odd().eval())
-    (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
-    assert "Block: 2 graphs in mode eval, grad, budget 1" in violation and "blocks.1" in violation
+    model = compiled(Odd().train())
+    with torch.autocast("cpu", torch.bfloat16):
+        (violation,) = violations(model, lambda: model(torch.randn(2, 4)))
+    said = "Block: 2 graphs in mode train, grad, autocast(cpu:bfloat16), budget 1"
+    assert said in violation and "blocks.1" in violation
     assert "size mismatch" in violation
 
 
