@@ -663,7 +663,8 @@ def test_a_name_that_each_block_has_is_an_obstacle(backend: str, tmp_path: Path)
         assert "forward reads name" in str(obstacle) and "one graph per layer, 3 in total" in str(obstacle)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", zoo.RegionWarning)
-        compiled(model, backend="eager", args=(x,))
+        with pytest.warns(zoo.RegionWarning, match="forward reads name, which differs in every layer"):
+            compiled(model, backend="eager", args=(x,))
         with zoo.enforce_budget(model):  # as many as the call has shown
             model(x)
         compiled(zoo.uncompile(model), backend="eager")
