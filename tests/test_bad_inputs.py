@@ -391,7 +391,6 @@ CONFIGS: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "gcn-debug": [
         ({"num_layers": 0}, "num_layers is 0"),
-        ({"hidden_channels": True}, "hidden_channels is True"),
         ({"jk": "lstm"}, "jk is 'lstm'"),
         ({"dropout": 1.5}, r"dropout is 1\.5"),
         ({"normalize": False, "add_self_loops": True}, "add_self_loops is True and normalize False"),
@@ -492,7 +491,6 @@ def graphs() -> list[Refusal]:
         (lambda: gat(X, weighted), unused),
         (lambda: gcn(X, graph, weights), r"with a CSRGraph.*with_weights"),
         (lambda: gcn(torch.randn(6, 12), graph), r"x has 6 rows.*5 nodes.*num_nodes=6"),
-        (lambda: gat(X, gat.prepare(EDGES, num_nodes=7)), "x has 5 rows.*7 nodes"),
         (lambda: gcn.prepare(graph, num_nodes=6), "num_nodes is 6, but the graph has 5; leave it out"),
         (lambda: sage(X, rectangular), "the graph is rectangular.*convolutions on their own"),
         (lambda: GCNConv(12, 3)(X, rectangular), "normalisation needs a square graph"),
