@@ -14,16 +14,7 @@ from torch.optim.swa_utils import update_bn
 import zoo
 from tests.fuzzing import relative_error
 from zoo.ops import images as stem
-from zoo.ops.images import (
-    Norm,
-    bias_act,
-    bias_act_pool,
-    conv_norm_act,
-    max_pool,
-    mean_linear,
-    norm_act,
-    norm_act_pool,
-)
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, max_pool, mean_linear, norm_act, norm_act_pool
 from zoo.resnet import ResNet, fold_batch_norm
 
 
