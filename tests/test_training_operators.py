@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zoo
 from tests.fake_gpu import Gpu, traced
 from tests.noted import noted
+from zoo.engine.graphed_step import synchronising_raises
 from zoo.ops import training as updates
 from zoo.ops.training import cross_entropy_rows, judge_step, scale_
 from zoo.training import AdamW, LinearCrossEntropy, TrainingStep
@@ -297,6 +298,19 @@ def test_large_parameters_train_as_by_torchs_on_a_gpu(dtype, captured, bad, monk
         error = float((found - expected).norm() / expected.norm())
         assert error < (1e-5 if dtype is torch.float32 else 1e-2)
     assert ours[2] == theirs[2] == {8.0 if bad is None else 5.0}
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_nothing():
+    sizes = (updates.LARGE, updates.LARGE // 2, updates.LARGE // 2)
+    params = [nn.Parameter(torch.randn(size, device="cuda")) for size in sizes]
+    optimizer = AdamW(params, lr=torch.tensor(1e-3, device="cuda"), capturable=True)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    optimizer.step()
+    with synchronising_raises():
+        optimizer.step()
 
 
 def test_a_scaler_of_torch_drives_it(device: str, monkeypatch: pytest.MonkeyPatch):
