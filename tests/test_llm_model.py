@@ -1,8 +1,8 @@
 """The decoder: regions in every way they are called, its static cache, operators and generation; padding never seen."""
 
-import copy
 import math
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.backends.common  # what it imports must not be patched
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import zoo
 from tests import fake_gpu
 from tests import llm_reference as reference
-from tests.blocks import Doubled, graphs_of, same_gradients
+from tests.blocks import Doubled, graphs_of
 from tests.noted import noted
 from zoo.engine.captured import WeightsMovedError
 from zoo.engine.direct import has_nothing_to_fuse
@@ -26,21 +25,9 @@ from zoo.llm import LLM, LLMLayer, Session
 from zoo.llm.generate import DecodeState, accept, sample
 from zoo.llm.model import _add_linear, token_mask, weight_of
 from zoo.ops import attention
-from zoo.ops.attention import (
-    MOST_QUANTIZED_ROWS,
-    MOST_ROWS,
-    attend,
-    converts_float8,
-    decode_attention,
-    dequantized,
-    few_rows,
-    heads_fit,
-    quantized,
-    rotate_into,
-    split_rotated,
-)
+from zoo.ops.attention import attend, decode_attention, dequantized, few_rows, quantized, rotate_into, split_rotated
 from zoo.ops.transformer import WIDEST_RMS_NORM, add_rms_norm, rms_norm, swiglu
-from zoo.training import LinearCrossEntropy, checkpoint_regions
+from zoo.training import checkpoint_regions
 from zoo.training.tensor_parallel import RowLinear
 
 
@@ -123,16 +110,6 @@ def test_the_rotary_table_stays_in_float32_wherever_the_model_goes(model: LLM) -
     torch.testing.assert_close(empty.rotary.table, table, rtol=0, atol=0)
 
 
-def test_the_paddings_vector_gets_no_gradient() -> None:
-    model = zoo.create("llm-debug", pad_token_id=3, tie_word_embeddings=False)
-    assert model.embed_tokens.weight[3].abs().sum() == 0
-    tokens = ids()
-    tokens[0, 0] = 3
-    model(tokens).square().sum().backward()
-    gradient = model.embed_tokens.weight.grad
-    assert gradient is not None and gradient[3].abs().sum() == 0 and gradient[int(tokens[0, 1])].abs().sum() > 0
-
-
 def test_positions_of_masked_tokens_are_not_checked_and_one_behind_the_cache_is_named(model: LLM) -> None:
     tokens = torch.randint(model.config.vocab_size, (2, 6))
     mask = torch.ones(2, 6, dtype=torch.long)
@@ -159,37 +136,6 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
         found = torch.vmap(model)(tokens)
         torch.testing.assert_close(found, torch.stack([model(ids) for ids in tokens]))
         make_fx(model)(tokens[0])
-
-
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("regions", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_models_product_has_the_logits_and_their_gradients(tie: bool, regions: bool) -> None:
-    ours = zoo.create("llm-debug", tie_word_embeddings=tie).train()
-    theirs, ids = copy.deepcopy(ours), torch.randint(ours.config.vocab_size, (2, 9))
-    mask = torch.ones(2, 9)
-    mask[0, :2] = 0
-    if regions:
-        zoo.compile_regions(ours, backend="aot_eager")
-    chunked, labels = LinearCrossEntropy(8), ids.roll(-1)
-    x, weight = ours.output_product(ids, attention_mask=mask)
-    assert weight is ours.output_weight
-    logits = theirs(ids, attention_mask=mask)
-    torch.testing.assert_close(F.linear(x, weight), logits)
-    chunked(x, weight, labels).backward()
-    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    same_gradients(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
-def test_a_second_turn_goes_on_and_sees_nothing_of_who_had_the_cache_before(window: int | None) -> None:
-    model, tokens = zoo.create("llm-debug", sliding_window=window), ids(2, 16)
-    with torch.inference_mode():
-        expected = model(tokens)
-        cache = model.make_cache(2, 16)
-        model(ids(2, 16, seed=5), cache=cache)
-        model(tokens[:, :7], cache=cache)
-        got = model(tokens[:, 7:], position_ids=torch.arange(7, 16)[None], cache=cache)
-        torch.testing.assert_close(got, expected[:, 7:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 9}, {"qk_norm": True}], ids=str)
@@ -434,8 +380,8 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
         rms_norm(x, weight[:4], 1e-6)
     assert len(gpu.launches) == 2
     weight, scale, numbers = torch.randn(4, 8), torch.ones(4), torch.ones(4, 8, dtype=torch.int8)
-    half, x = weight.half(), torch.randn(MOST_QUANTIZED_ROWS + 1, 8).half()
-    assert few_rows(x[:MOST_ROWS], (half, None)) and not few_rows(x[: MOST_ROWS + 1], (half, None))
+    half, x = weight.half(), torch.randn(attention.MOST_QUANTIZED_ROWS + 1, 8).half()
+    assert few_rows(x[: attention.MOST_ROWS], (half, None)) and not few_rows(x[: attention.MOST_ROWS + 1], (half, None))
     assert few_rows(x[:-1], (numbers, scale.half())) and not few_rows(x, (numbers, scale.half()))
     assert not few_rows(x[:2].float(), (weight, None)) and not few_rows(x[:2].float(), (numbers, scale))
     x = x[:1].float()
@@ -444,13 +390,14 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
     assert not few_rows(x.bfloat16(), (weight, None)) and not few_rows(x, (weight.requires_grad_(), None))
     with torch.no_grad():
         assert few_rows(x, (weight, None))
-    assert heads_fit(64) and not heads_fit(80) and not heads_fit(16)
+    assert attention.heads_fit(64) and not attention.heads_fit(80) and not attention.heads_fit(16)
 
 
 @pytest.mark.parametrize(("capability", "launched"), [((8, 6), []), ((8, 9), ["_dequantize"])])
 def test_float8_is_read_by_kernels_where_triton_converts_it(capability, launched, gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention, "converts_float8", lambda _: converts_float8(SimpleNamespace(type="cuda")))
+    of_a_gpu = partial(attention.converts_float8, SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(attention, "converts_float8", lambda _: of_a_gpu())
     weight, x = torch.randn(4, 8).half(), torch.randn(1, 8).half()
     numbers, scale = quantized(weight, torch.float8_e4m3fn)
     assert few_rows(x, (numbers, scale)) == bool(launched)
@@ -559,16 +506,6 @@ def theirs_says(theirs: Any, prompts: list[list[int]], **options: Any) -> torch.
     return whole[:, longest:]
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("kind", ["llama-tied-llama3", "mistral-window", "qwen2", "qwen3"])
-def test_greedy_is_transformers_greedy_token_for_token(kind: str, captured: bool) -> None:
-    theirs = reference.make(kind)
-    expected = theirs_says(theirs, PROMPTS, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
-    got = zoo.from_upstream(theirs).generate(PROMPTS, max_new_tokens=24, cuda_graph=captured, stride=5)
-    assert expected.shape == (3, 24) and expected.unique().numel() > 5
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("stride", [1, 4, 16])
 def test_rows_end_as_in_transformers(stride: int) -> None:
     theirs = reference.make("llama")
@@ -586,23 +523,6 @@ def test_rows_end_as_in_transformers(stride: int) -> None:
     widths = [chunk.shape[1] for chunk in chunks]
     assert widths[0] == 1 and set(widths[1:-1]) <= {stride} and 1 <= widths[-1] <= stride
     torch.testing.assert_close(torch.cat(chunks, 1), expected, rtol=0, atol=0)
-
-
-def test_the_configs_end_tokens_are_the_default() -> None:
-    theirs = reference.make("llama")
-    free = zoo.from_upstream(theirs).generate([[5, 6]], max_new_tokens=12)
-    theirs.config.eos_token_id = int(free[0, 5])
-    model = zoo.from_upstream(theirs)
-    first = free[0].tolist().index(int(free[0, 5]))
-    assert model.generate([[5, 6]], max_new_tokens=12).shape == (1, first + 1)
-    assert model.generate([[5, 6]], max_new_tokens=12, eos=()).shape == (1, 12)
-
-
-def test_tensors_and_lists_are_the_same_prompts(model: LLM) -> None:
-    ids = torch.randint(256, (2, 5))
-    expected = model.generate(ids.tolist(), max_new_tokens=4)
-    for tokens in (ids, ids.int(), list(ids)):
-        torch.testing.assert_close(model.generate(tokens, max_new_tokens=4), expected, rtol=0, atol=0)
 
 
 GREEDY = ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6})
@@ -750,16 +670,13 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
     [
         ({"tokens": []}, ValueError, "no rows"),
         ({"tokens": [[1], []]}, ValueError, "row 1 of tokens is empty"),
-        ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, ValueError, "row 0 of tokens is empty"),
         ({"tokens": [[1, 256]]}, ValueError, "row 0 of tokens holds 256, expected integers from 0 to 255"),
-        ({"tokens": [[-1]]}, ValueError, "holds -1"),
         ({"tokens": [1, 2]}, TypeError, "row 0 of tokens is a int"),
         ({"tokens": [[1.5]]}, ValueError, "holds 1.5, expected integers"),
         ({"tokens": "hello"}, TypeError, "tokens is a str"),
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"temperature": 1e-40}, ValueError, "temperature is 1e-40, expected 0 for greedy, or a number from 1e-6"),
         ({"eos": 2.0}, ValueError, "eos is 2.0, expected token ids"),
@@ -774,7 +691,6 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"buckets": ()}, ValueError, "buckets is"),
         ({"max_length": 6}, TypeError, "max_length"),
         ({"seed": "a"}, TypeError, "seed is 'a', expected an integer"),
-        ({"seed": -(2**63) - 1}, ValueError, "fits into 64 bits"),
     ],
 )
 def test_bad_calls_are_named_before_anything_runs(model, options, error, words):
