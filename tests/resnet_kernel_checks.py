@@ -14,17 +14,7 @@ from tests.kernel_checks import DEVICE, MARKS, RELATIVE, kernels_run, values  # 
 from tests.noted import noted
 from zoo.ops import common
 from zoo.ops import images as operators
-from zoo.ops.images import (
-    Norm,
-    bias_act,
-    bias_act_pool,
-    conv_bias_act,
-    conv_norm_act,
-    max_pool,
-    mean_linear,
-    norm_act,
-    norm_act_pool,
-)
+from zoo.ops.images import Norm, bias_act, bias_act_pool, conv_norm_act, norm_act, norm_act_pool
 from zoo.ops.triton import batch_norm as kernels
 from zoo.ops.triton import decode
 
@@ -136,7 +126,7 @@ def test_a_convolution_of_few_pixels_is_a_product_of_a_few_rows(size, stride: in
     x = values(1, 48, *size, dtype=half).to(memory_format=torch.channels_last)
     product = F.conv2d(x.double(), conv.weight.double(), conv.bias.double(), stride, 1)
     more, given = values(*product.shape, dtype=half).to(memory_format=torch.channels_last), norm(80, half)
-    close_images(conv_bias_act(x, conv, more), (product + more.double()).relu(), half)
+    close_images(operators.conv_bias_act(x, conv, more), (product + more.double()).relu(), half)
     bias, conv.bias = conv.bias, None
     own = reference(product - bias.double()[:, None, None], given, False)
     close_images(conv_norm_act(x, conv, as_norm(given), more), (own + more.double()).relu(), half, times=2)
@@ -164,9 +154,9 @@ def test_a_product_of_means(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = F.linear(x.double().mean((2, 3)), layer.weight.double(), layer.bias.double())
     for each in (x, x.to(memory_format=torch.channels_last)):
         kernel_checks.close(kernels.mean(each), x.double().mean((2, 3)), dtype)
-        close(mean_linear(each, layer), expected, dtype, times=2)
+        close(operators.mean_linear(each, layer), expected, dtype, times=2)
     layer.bias.requires_grad_()
-    mean_linear(x, layer).sum().backward()
+    operators.mean_linear(x, layer).sum().backward()
     assert layer.bias.grad.eq(shape[0]).all()
 
 
@@ -404,12 +394,12 @@ def test_norms_and_pools_of_other_layouts(monkeypatch: pytest.MonkeyPatch) -> No
         (out, grad), (expected, expected_grad) = both_pools(given)
         assert torch.equal(out, expected) and torch.equal(grad, expected_grad)
     assert len(forward) == len(backward) == 3
-    assert max_pool(x[:0]).shape == (0, 8, 4, 3)
+    assert operators.max_pool(x[:0]).shape == (0, 8, 4, 3)
 
 
 def both_pools(x: Tensor) -> list[tuple[Tensor, Tensor]]:
     found = []
-    for pool in (max_pool, pooled):
+    for pool in (operators.max_pool, pooled):
         given = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         out = pool(given)
         # Numbers whose sums are exact in any dtype.

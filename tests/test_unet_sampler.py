@@ -354,8 +354,6 @@ def test_on_a_gpu_the_host_waits_for_no_step(case: str) -> None:
     assert sampler.captures == 1
 
 
-# --- schedules: each solver's steps are those of diffusers' scheduler, at every spacing ---
-
 EULER_NAME, DPM_NAME = "EulerDiscreteScheduler", "DPMSolverMultistepScheduler"
 ZERO = {"rescale_betas_zero_snr": True}
 # One step, one of two orders, the ends of lower order (under 15 steps), and where a timestep falls on a half.

@@ -16,14 +16,7 @@ from tests.noted import noted
 from tests.operator_checks import Call, check, tensors
 from zoo.ops import common, transformer
 from zoo.ops import images as ops
-from zoo.ops.transformer import (
-    add_norm,
-    gated_gelu,
-    gated_gelu_product,
-    layer_norm,
-    packed_attention,
-    short_attention,
-)
+from zoo.ops.transformer import add_norm, gated_gelu, gated_gelu_product, layer_norm, short_attention
 from zoo.ops.triton import attention as attention_kernels
 from zoo.ops.triton import group_norm, tiles
 from zoo.ops.triton import group_norm as kernels
@@ -307,7 +300,7 @@ def test_attends_in_packed_rows(dtype: torch.dtype) -> None:
     # What lies behind the last row is left out.
     query, key, value = heads(sum(lengths) + 9, 3, 2, 24, dtype=dtype, scale=2.0).unbind(1)
     offsets = torch.tensor([0, *lengths], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32)
-    found = packed_attention(query, key, value, offsets, 140).split([*lengths, 9])
+    found = transformer.packed_attention(query, key, value, offsets, 140).split([*lengths, 9])
     for row, *given in zip(found, *(each.split([*lengths, 9]) for each in (query, key, value)), strict=True):
         if row is not found[-1] and len(row):
             attends(row, *(each[None] for each in given))
