@@ -228,7 +228,8 @@ def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     if fits and dtype == torch.bfloat16 and _multiplies_float8(a.numbers.device):
         # The sum of a whole row is in float32 only without ``use_fast_accum``, whose sums have 14 bits on a Hopper.
         return torch._scaled_mm(a.numbers, b.numbers.t(), a.scale, b.scale.t(), out_dtype=dtype)
-    return ((a.numbers.float() * a.scale) @ (b.numbers.float() * b.scale).t()).to(dtype)
+    # Scaled afterwards: half precision, to which autocast rounds the operands, represents float8's numbers exactly.
+    return (a.numbers.float() @ b.numbers.float().t() * a.scale * b.scale.t()).to(dtype)
 
 
 def _multiplies_float8(device: torch.device) -> bool:
