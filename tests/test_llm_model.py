@@ -30,7 +30,6 @@ from zoo.ops.attention import (
     MOST_QUANTIZED_ROWS,
     MOST_ROWS,
     attend,
-    converts_float8,
     decode_attention,
     dequantized,
     few_rows,
@@ -39,6 +38,7 @@ from zoo.ops.attention import (
     rotate_into,
     split_rotated,
 )
+from zoo.ops.common import converts_float8
 from zoo.ops.transformer import WIDEST_RMS_NORM, add_rms_norm, rms_norm, swiglu
 from zoo.training import LinearCrossEntropy, checkpoint_regions
 from zoo.training.tensor_parallel import RowLinear

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw as fused_adamw
 
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import compute_dtype, kernels_run
+from zoo.ops.common import compute_dtype, converts_float8, kernels_run
 
 # Minimum elements of a launch, so that its start and end are a small part of its time. On an H200 twice as many made
 # ResNet-50's step slower, since torch's launch for the other parameters took longer.
@@ -224,22 +224,13 @@ class _Float8Linear(torch.autograd.Function):
 
 def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     """The product of a [m, K] and b [n, K], transposed: [m, n]."""
-    fits = a.numbers.shape[1] % MULTIPLE == 0 and b.numbers.shape[0] % MULTIPLE == 0
-    if fits and dtype == torch.bfloat16 and _multiplies_float8(a.numbers.device):
+    device, sizes = a.numbers.device, (a.numbers.shape[1], b.numbers.shape[0])
+    fits = sizes[0] % MULTIPLE == sizes[1] % MULTIPLE == 0 and dtype == torch.bfloat16
+    if fits and device.type == "cuda" and torch.version.hip is None and converts_float8(device):
         # The sum of a whole row is in float32 only without ``use_fast_accum``, whose sums have 14 bits on a Hopper.
         return torch._scaled_mm(a.numbers, b.numbers.t(), a.scale, b.scale.t(), out_dtype=dtype)
     # Scaled afterwards: half precision, to which autocast rounds the operands, represents float8's numbers exactly.
     return (a.numbers.float() @ b.numbers.float().t() * a.scale * b.scale.t()).to(dtype)
-
-
-def _multiplies_float8(device: torch.device) -> bool:
-    """Whether torch multiplies matrices of float8 with a scale per row here: NVIDIA's GPUs from 8.9 on."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-# Dynamo calls a marked function instead of tracing it. The GPU does not change, so no guard is needed.
-_multiplies_float8._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _round_rows(x: Tensor) -> tuple[Rounded, Tensor]:
