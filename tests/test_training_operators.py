@@ -186,6 +186,7 @@ def test_products_of_float8_are_those_of_rounded_rows_and_columns(device: str, d
         in_float8(flat_grad.t()) @ in_float8(flat.t()).t(),
     ]
     leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    assert float8_linear(x[:0], weight).shape == (0, rows, out)
     result = float8_linear(*leaves)
     found = [result.detach().flatten(0, 1), *gradients((result * grad).sum(), *leaves)]
     for got, wanted in zip(found, expected, strict=True):

@@ -8,6 +8,7 @@ Shape legend: n rows, V classes.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as fused_adamw
 
@@ -185,10 +186,12 @@ class Rounded(NamedTuple):
 def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear`` of operands rounded to float8, in the backward too: x [..., K], weight [N, K] -> [..., N].
 
-    A scale per row of the left and per column of the right operand maps its greatest number to float8's (as in
-    torchao's rowwise recipe). Sums are in float32. Where torch has no such product (a CPU before torch 2.14, sizes
-    that are no multiple of 16, other dtypes than bfloat16), the rounded operands are multiplied in float32.
+    A scale per row of the left and per column of the right operand maps its greatest number to float8's, as in
+    torchao's rowwise recipe; sums are in float32. Torch multiplies bfloat16 of sizes that are multiples of 16 so, on
+    NVIDIA's GPUs from 8.9 on. Otherwise the rounded operands are multiplied in float32.
     """
+    if not x.numel():
+        return F.linear(x, weight)
     dtype = compute_dtype(x)
     x = x if x.dtype == dtype else x.to(dtype)
     out: Tensor = _Float8Linear.apply(x.flatten(0, -2), weight, dtype)
@@ -249,6 +252,6 @@ def _round_columns(x: Tensor, greatest: Tensor) -> Rounded:
 
 
 def _rounded(x: Tensor) -> Rounded:
-    greatest = x.abs().amax(1, keepdim=True).float()
-    scale = torch.where(greatest == 0, 1.0, greatest / torch.finfo(FLOAT8).max)
+    scale = x.abs().amax(1, keepdim=True).float() / torch.finfo(FLOAT8).max
+    scale = torch.where(scale == 0, 1.0, scale)
     return Rounded((x.float() / scale).to(FLOAT8).contiguous(), scale)
