@@ -29,7 +29,8 @@ def merge_tile_of(chunks: int, most: int) -> Callable[[int], dict[str, int]]:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter reduces number by number, and a tile for a GPU holds thousands of chunks."""
+    """The interpreter reduces number by number, and a tile for a GPU holds many chunks."""
+    monkeypatch.setattr(csr, "FEW_EDGES", 0)
     if DEVICE == "cpu":
         monkeypatch.setattr(csr_kernels, "merge_tile", merge_tile_of(32, 8))
 
@@ -142,6 +143,16 @@ def test_sums_of_every_width_with_rows_whole_and_split(channels, size, monkeypat
 def test_attention_of_every_width_with_rows_whole_and_split(heads, channels, size, monkeypatch):
     monkeypatch.setattr(csr, "EDGES_PER_CHUNK", size)
     check_attention(hub(), heads, channels)
+
+
+def test_long_rows_are_cut_shorter_in_a_graph_of_few_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for few in (0, 10_000):
+        monkeypatch.setattr(csr, "FEW_EDGES", few)
+        split = csr.split_rows(torch.tensor([0, 3, 203], device=DEVICE), 203)
+        assert split is not None
+        sizes.append(split.size)
+    assert sizes == [128, 32]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])

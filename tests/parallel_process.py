@@ -36,7 +36,15 @@ import zoo.ops.common
 from zoo.engine.call import RegionCall
 from zoo.gnn import NeighborSampler
 from zoo.llm import LLMLayer
-from zoo.training import AdamW, LinearCrossEntropy, NonFiniteError, TrainingStep, parallelize, tensor_parallel
+from zoo.training import (
+    AdamW,
+    LinearCrossEntropy,
+    NonFiniteError,
+    TrainingStep,
+    float8_products,
+    parallelize,
+    tensor_parallel,
+)
 from zoo.training.parallel import collective_obstacles, groups_of
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -141,6 +149,8 @@ def refusals(sizes: dict[str, int]) -> None:
     refused("layers.0 has heads 3, which tp=2 does not divide", lambda: parallelize(three, tp))
     rounded = zoo.llm.quantize(zoo.create("llm-debug"))
     refused("layers.0 has quantized weights, which tp=2 does not split", lambda: parallelize(rounded, tp))
+    in_float8 = float8_products(build("llm-debug"), LLMLayer)
+    refused("layers.0 has products of float8, which tp=2 does not split", lambda: parallelize(in_float8, tp))
     refused("no tensor-parallel plan for ResNet", lambda: parallelize(build("resnet-debug"), tp))
     refused("sharding is {'mp_policy': 1}, but", lambda: parallelize(llm, tp, sharding={"mp_policy": 1}))
     refused("compile is False, but backend", lambda: parallelize(llm, tp, compile=False, backend="eager"))

@@ -22,6 +22,7 @@ from benchmarks.strategies import READY_BATCHES, Trainer, apply, library_step, s
 from benchmarks.worker import Handler
 from tests.workloads import call, error, first_call, output_of, prepare, tensors, training_of
 from zoo.resnet.model import PRESETS
+from zoo.training.fused import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
@@ -105,6 +106,14 @@ def test_every_arm_computes_the_reference_and_has_the_figures_of_the_rows(case: 
     assert all(seconds > 0 for seconds in prepared.preparation_seconds.values())
     assert prepared.bytes_formula and prepared.data
     assert (prepared.flops, prepared.bytes) == figures_of(case)
+
+
+def test_only_the_zoos_arm_is_trained_in_float8():
+    rounded = {}
+    for impl in ("zoo", "upstream"):
+        case = Case(family="llm", workload="train", model="llm-debug-fp8", input="2x16", impl=impl)
+        rounded[impl] = any(isinstance(module, Float8Linear) for module in prepare(case).model.modules())
+    assert rounded == {"zoo": True, "upstream": False}
 
 
 @pytest.mark.slow
@@ -390,6 +399,7 @@ WORDS: list[tuple[dict[str, Any], str]] = [
     ({"family": "llm", "input": "prefill-1x2048"}, "needs 4096 positions, and llm-debug has 512"),
     ({"family": "llm", "input": "2x16"}, "2x16 is an input of training; inference takes decode-BxS"),
     ({"family": "llm", "model": "llm-debug-checkpointed"}, "is for training"),
+    ({"family": "llm", "workload": "train", "model": "llm-debug-int8", "input": "2x16"}, "int8 do not learn"),
     ({"family": "llm", "workload": "train", "input": "decode-1x64"}, "decode-1x64 is an input of inference"),
     ({"family": "llm", "workload": "train", "input": "1x8192"}, "1x8192 needs 8192 positions, and llm-debug has"),
     (

@@ -2,7 +2,6 @@
 
 import math
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from zoo.llm.generate import DecodeState, accept, sample
 from zoo.llm.model import _add_linear, token_mask, weight_of
 from zoo.ops import attention
 from zoo.ops.attention import attend, decode_attention, dequantized, few_rows, quantized, rotate_into, split_rotated
+from zoo.ops.common import converts_float8
 from zoo.ops.transformer import WIDEST_RMS_NORM, add_rms_norm, rms_norm, swiglu
 from zoo.training import checkpoint_regions
 from zoo.training.tensor_parallel import RowLinear
@@ -396,8 +396,7 @@ def test_unsupported_norms_rounded_weights_many_rows_and_gradients_run_without_k
 @pytest.mark.parametrize(("capability", "launched"), [((8, 6), []), ((8, 9), ["_dequantize"])])
 def test_float8_is_read_by_kernels_where_triton_converts_it(capability, launched, gpu, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    of_a_gpu = partial(attention.converts_float8, SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(attention, "converts_float8", lambda _: of_a_gpu())
+    monkeypatch.setattr(attention, "converts_float8", lambda _: converts_float8(SimpleNamespace(type="cuda")))
     weight, x = torch.randn(4, 8).half(), torch.randn(1, 8).half()
     numbers, scale = quantized(weight, torch.float8_e4m3fn)
     assert few_rows(x, (numbers, scale)) == bool(launched)

@@ -13,10 +13,11 @@ import zoo
 from tests.fake_gpu import Gpu, traced
 from tests.noted import noted
 from zoo.engine.graphed_step import synchronising_raises
+from zoo.llm.model import RMSNorm
 from zoo.ops import training as updates
-from zoo.ops.training import cross_entropy_rows, judge_step, scale_
-from zoo.training import AdamW, LinearCrossEntropy, TrainingStep
-from zoo.training.fused import CrossEntropyRows
+from zoo.ops.training import cross_entropy_rows, float8_linear, judge_step, scale_
+from zoo.training import AdamW, LinearCrossEntropy, TrainingStep, float8_products
+from zoo.training.fused import CrossEntropyRows, Float8Linear
 
 
 def draw(rows: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +116,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         "scale": (scale_, (torch.randn(5, 4), one)),
         "adamw": (adamw_step, (torch.randn(1 << 19, requires_grad=True),)),
         "a step": (judged, (one,)),
+        "float8": (float8_linear, (torch.randn(32, 48, requires_grad=True), torch.randn(16, 48, requires_grad=True))),
     }
 
 
@@ -151,6 +153,65 @@ def test_the_gradient_of_rows_takes_the_logits_place_where_they_are_compiled() -
     assert grad.data_ptr() == logits.data_ptr()
     assert torch.cuda.max_memory_allocated() - held < logits.nbytes // 2, "the logits were copied"
     torch.testing.assert_close((found, logits), (losses_apart, expected))
+
+
+def in_float8(x: Tensor) -> Tensor:
+    """The numbers that a matrix has after each of its rows was rounded, in float64."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 448
+    return (x.float() / scale.where(scale != 0, 1)).to(torch.float8_e4m3fn).double() * scale.where(scale != 0, 1)
+
+
+@pytest.mark.parametrize("sizes", [(32, 48, 64), (5, 20, 24)], ids=["torch has a product", "sizes it does not take"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_float8_are_those_of_rounded_rows_and_columns(device: str, dtype: torch.dtype, sizes: Any):
+    rows, out, width = sizes
+    x, weight, grad = (
+        torch.randn(shape).to(device, dtype) for shape in ((2, rows, width), (out, width), (2, rows, out))
+    )
+    weight[3] = 0
+    flat, flat_grad = x.flatten(0, 1), grad.flatten(0, 1)
+    expected = [
+        in_float8(flat) @ in_float8(weight).t(),
+        in_float8(flat_grad) @ in_float8(weight.t()).t(),
+        in_float8(flat_grad.t()) @ in_float8(flat.t()).t(),
+    ]
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    assert float8_linear(x[:0], weight).shape == (0, rows, out)
+    result = float8_linear(*leaves)
+    found = [result.detach().flatten(0, 1), *gradients((result * grad).sum(), *leaves)]
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype is dtype
+        # A kernel multiplies by the inverse of a scale, and a number between two of float8 may go to the other one.
+        assert float((got.double().view_as(wanted) - wanted).norm() / wanted.norm()) < 5e-3
+
+
+def test_linear_layers_of_blocks_are_trained_in_float8_under_their_names():
+    model, ids = zoo.create("llm-debug", qkv_bias=True).train(), torch.arange(32).view(2, 16)
+    plain, cls = copy.deepcopy(model), type(model.layers[0])
+    assert float8_products(model, cls) is model
+    assert sum(type(module) is Float8Linear for module in model.modules()) == 4 * len(model.layers)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    zoo.compile_regions(model, backend="aot_eager")
+    optimizer, loss_of, losses = AdamW(model.parameters(), lr=1e-2), LinearCrossEntropy(8), []
+    with zoo.enforce_budget(model):
+        for _ in range(6):
+            loss = loss_of(*model.output_product(ids), ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    exact = loss_of(*plain.output_product(ids), ids).item()
+    assert losses[0] != exact and losses[0] == pytest.approx(exact, rel=0.02) and losses[-1] < 0.8 * losses[0]
+    with pytest.raises(ValueError, match=r"call float8_products before zoo\.compile_regions"):
+        float8_products(model, cls)
+    for given, words in (
+        (nn.Conv2d, "has no Conv2d; its modules are of .*LLMLayer"),
+        (RMSNorm, "no nn.Linear in its RMS"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            float8_products(plain, given)
+    with pytest.raises(TypeError, match="cls is 'LLMLayer', expected the class"):
+        float8_products(plain, "LLMLayer")  # type: ignore[arg-type]
 
 
 def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ from benchmarks.strategies import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
 from zoo.llm.convert import placements, quantize
 from zoo.llm.model import PRESETS
-from zoo.training import LinearCrossEntropy, checkpoint_regions
+from zoo.training import LinearCrossEntropy, checkpoint_regions, float8_products
 
 TRAINING_BYTES_FORMULA = (
     "Every weight is read in the forward and twice in the backward, its gradient written and read, and the optimizer "
@@ -46,7 +46,7 @@ class LlmWorkload(base.Workload):
     ``<model>-int8``, ``<model>-fp8``: the zoo's arms have quantized weights, upstream's those of the case's dtype.
 
     Training: ``BxT``, B rows of T tokens; weights and moments in the case's dtype. ``<model>-checkpointed`` keeps only
-    the layers' inputs.
+    the layers' inputs. In the zoo's arms of ``<model>-fp8`` the layers' products are of float8.
     """
 
     family = "llm"
@@ -72,8 +72,8 @@ class LlmWorkload(base.Workload):
         config, given, train = _config(case), task_of(case.input), case.workload == "train"
         if case.model.endswith(CHECKPOINTED) and not train:
             return f"{case.model} is for training"
-        if quantized(case) and train:
-            return "quantized weights do not learn"
+        if quantized(case) == "int8" and train:
+            return "weights of int8 do not learn"
         if train and given.kind:
             return f"{case.input} is an input of inference; training takes BxT: 4x2048"
         if not train and not given.kind:
@@ -193,6 +193,8 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
         model = Features(base.zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
+        if quantized(case):
+            float8_products(model, LLMLayer)
         if checkpointed:  # nothing in a layer is random
             after_compile = functools.partial(checkpoint_regions, cls=LLMLayer, preserve_rng_state=False)
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import accumulation_dtype, compute_dtype, differentiated, kernels_run, tma_runs
+from zoo.ops.common import accumulation_dtype, compute_dtype, converts_float8, differentiated, kernels_run, tma_runs
 from zoo.ops.transformer import reference_rms_norm
 
 
@@ -144,16 +144,6 @@ def few_rows(x: Tensor, *weights: Weight) -> bool:
     alike = x.shape[0] <= most and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in numbers)
     reads = all(_kernels_read(weight) for weight, _ in weights)
     return alike and reads and kernels_run(x, *numbers) and not differentiated(x, *numbers)
-
-
-def converts_float8(device: torch.device) -> bool:
-    """Whether Triton's kernels read float8_e4m3fn on this device: on NVIDIA's GPUs from 8.9 on."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-# Dynamo calls a marked function instead of tracing it. The GPU does not change, so no guard is needed.
-converts_float8._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _kernels_read(weight: Tensor) -> bool:

@@ -41,6 +41,15 @@ def has_tma(device: torch.device) -> bool:
 has_tma._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def converts_float8(device: torch.device) -> bool:
+    """Whether Triton converts, and torch multiplies, float8_e4m3fn here: of NVIDIA's GPUs those from 8.9 on."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+converts_float8._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def kernels_run(*tensors: Tensor | None) -> bool:
     """Whether an operator on these tensors runs the zoo's kernels. The compiler folds the answer inside a region.
 

@@ -1,18 +1,20 @@
-"""The parts of a training step outside the model: AdamW's update, cross entropy with its gradient, a check for NaN.
+"""What only training needs: AdamW's update, cross entropy with its gradient, a check for NaN, products in float8.
 
-Eager code launches all kernels of this module; none is compiled.
+Eager code launches the kernels of the first three. The products are part of a model's blocks.
 
 Shape legend: n rows, V classes.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as fused_adamw
 
+from zoo.engine.autograd import differentiable_once
 from zoo.ops import triton as kernels
-from zoo.ops.common import kernels_run
+from zoo.ops.common import compute_dtype, converts_float8, kernels_run
 
 # Minimum elements of a launch, so that its start and end are a small part of its time. On an H200 twice as many made
 # ResNet-50's step slower, since torch's launch for the other parameters took longer.
@@ -167,3 +169,89 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     else:
         # One dimension, so that half precision is multiplied in float32 instead of by a rounded factor.
         x.mul_(factor.reshape(1))
+
+
+FLOAT8 = torch.float8_e4m3fn
+# Sizes that torch's product of float8 takes are multiples of this.
+MULTIPLE = 16
+
+
+class Rounded(NamedTuple):
+    """A matrix [n, K] in float8, each row by a scale of its own."""
+
+    numbers: Tensor  # [n, K] float8_e4m3fn
+    scale: Tensor  # [n, 1] float32
+
+
+def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear`` of operands rounded to float8, in the backward too: x [..., K], weight [N, K] -> [..., N].
+
+    A scale per row of the left and per column of the right operand maps its greatest number to float8's, as in
+    torchao's rowwise recipe; sums are in float32. Torch multiplies bfloat16 of sizes that are multiples of 16 so, on
+    NVIDIA's GPUs from 8.9 on. Otherwise the rounded operands are multiplied in float32.
+    """
+    if not x.numel():
+        return F.linear(x, weight)
+    dtype = compute_dtype(x)
+    x = x if x.dtype == dtype else x.to(dtype)
+    out: Tensor = _Float8Linear.apply(x.flatten(0, -2), weight, dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Float8Linear(torch.autograd.Function):
+    """Activations are saved in float8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, of_x = _round_rows(x)
+        weight_rows, of_weight = _round_rows(weight)
+        columns = _round_columns(x, of_x) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(*columns, weight, of_weight)
+        ctx.dtype = dtype
+        return _multiply(rows, weight_rows, dtype)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        numbers, scale, weight, of_weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows, of_grad = _round_rows(grad)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _multiply(rows, _round_columns(weight, of_weight), ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            product = _multiply(_round_columns(grad, of_grad), Rounded(numbers, scale), ctx.dtype)
+            grad_weight = product.to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
+    """The product of a [m, K] and b [n, K], transposed: [m, n]."""
+    device, sizes = a.numbers.device, (a.numbers.shape[1], b.numbers.shape[0])
+    fits = sizes[0] % MULTIPLE == sizes[1] % MULTIPLE == 0 and dtype == torch.bfloat16
+    if fits and device.type == "cuda" and torch.version.hip is None and converts_float8(device):
+        # The sum of a whole row is in float32 only without ``use_fast_accum``, whose sums have 14 bits on a Hopper.
+        return torch._scaled_mm(a.numbers, b.numbers.t(), a.scale, b.scale.t(), out_dtype=dtype)
+    # Scaled afterwards: half precision, to which autocast rounds the operands, represents float8's numbers exactly.
+    return (a.numbers.float() @ b.numbers.float().t() * a.scale * b.scale.t()).to(dtype)
+
+
+def _round_rows(x: Tensor) -> tuple[Rounded, Tensor]:
+    """Float8 numbers of x [n, K], and the greatest magnitude [K] float32 of its columns, for ``_round_columns``."""
+    if kernels_run(x):
+        numbers, scale, greatest = kernels.training.round_rows(x)
+        return Rounded(numbers, scale), greatest
+    return _rounded(x), x.abs().amax(0).float()
+
+
+def _round_columns(x: Tensor, greatest: Tensor) -> Rounded:
+    """Float8 numbers of x [n, K] transposed: [K, n]."""
+    if kernels_run(x):
+        return Rounded(*kernels.training.round_columns(x, greatest))
+    return _rounded(x.t())
+
+
+def _rounded(x: Tensor) -> Rounded:
+    scale = x.abs().amax(1, keepdim=True).float() / torch.finfo(FLOAT8).max
+    scale = torch.where(scale == 0, 1.0, scale)
+    return Rounded((x.float() / scale).to(FLOAT8).contiguous(), scale)

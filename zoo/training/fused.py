@@ -1,4 +1,4 @@
-"""A loss and an optimizer with kernels of their own: chunked cross entropy, and an AdamW at the memory's bandwidth.
+"""Parts of a training step with kernels of their own: chunked cross entropy, AdamW, and linear layers in float8.
 
 Shapes: N rows (tokens), n rows of a chunk, C width, V classes (the vocabulary).
 """
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
+from zoo.engine.call import region_call
 from zoo.engine.region import Region
 from zoo.ops.common import is_sharded, to_local
-from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, scale_
+from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, float8_linear, scale_
 
 
 class CrossEntropyRows(nn.Module):
@@ -191,3 +192,43 @@ class AdamW(torch.optim.AdamW):
             scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             adamw(group, tensors, scale, skip, has_complex=has_complex)
         return loss
+
+
+class Float8Linear(nn.Linear):
+    """``nn.Linear`` whose products are of float8, in the forward and in the backward; see ``float8_linear``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [..., C] -> [..., N]."""
+        out = float8_linear(x, self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def float8_products(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    """Train the linear layers in blocks of a class with products of float8 (e4m3); returns the same model.
+
+    Weights, their names and the optimizer stay as they are: operands are rounded at each product, each row by a scale
+    of its own. Torch multiplies them on NVIDIA's GPUs from 8.9 on (Ada, Hopper), in bfloat16 models or under autocast;
+    elsewhere the rounded operands are multiplied in float32, which is slow and gives the same numbers. Call this before
+    ``zoo.compile_regions``.
+
+    Args:
+        model: A model of any library.
+        cls: The exact class of the blocks. What is outside of them, mostly embedding and output, keeps its products.
+
+    Raises:
+        TypeError: If ``cls`` is no class.
+        ValueError: If regions of the model are compiled, or no block of the class has an ``nn.Linear``.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"cls is {cls!r}, expected the class of the blocks")
+    if any(region_call(module) is not None for module in model.modules()):
+        raise ValueError("the model's regions are compiled: call float8_products before zoo.compile_regions")
+    blocks = [module for module in model.modules() if type(module) is cls]
+    linears = [each for block in blocks for each in block.modules() if type(each) is nn.Linear]
+    if not linears:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        what = f"has no {cls.__name__}" if not blocks else f"has no nn.Linear in its {cls.__name__}"
+        raise ValueError(f"the model {what}; its modules are of {', '.join(classes)}")
+    for linear in linears:
+        linear.__class__ = Float8Linear  # parameters, hooks and whatever refers to the layer stay
+    return model

@@ -26,6 +26,7 @@ from zoo.llm.model import QuantizedLinear, RMSNorm
 from zoo.ops import triton as kernels
 from zoo.ops.common import KERNEL_DTYPES, ceil_div, kernels_run, to_local, triton_runs_on
 from zoo.ops.transformer import rms_norm
+from zoo.training.fused import Float8Linear
 
 if TYPE_CHECKING:
     from zoo.ops.triton.sums import Shared
@@ -43,6 +44,8 @@ def splits_of(model: nn.Module, ways: int) -> list[BlockSplit]:
     """How an ``LLM``'s or ``Bert``'s blocks are split; ValueError for other models and for heads that do not divide."""
     splits: list[BlockSplit] = []
     for name, block in model.named_modules():
+        if type(block) in (LLMLayer, BertLayer) and any(isinstance(each, Float8Linear) for each in block.children()):
+            raise ValueError(f"{name} has products of float8, which tp={ways} does not split: shard it by dp_shard")
         if type(block) is LLMLayer:
             if isinstance(block.qkv_proj, QuantizedLinear):
                 raise ValueError(

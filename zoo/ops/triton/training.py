@@ -1,4 +1,4 @@
-"""Kernels of a training step: AdamW, cross entropy, a scaling whose factor is mostly 1, and a check for NaN.
+"""Kernels of a training step: AdamW, cross entropy, a scaling whose factor is mostly 1, a check for NaN, and float8.
 
 torch's fused AdamW takes all parameters in one launch, in chunks that few threads walk in turn, and loses a third of
 the memory bandwidth. Here each program issues all its loads before it computes, 16 bytes at a time. Up to eight
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.engine.kernel import kernel
-from zoo.ops.common import ceil_div
+from zoo.ops.common import ceil_div, next_power
 from zoo.ops.training import TOGETHER
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
@@ -233,3 +233,71 @@ def judge_step(
 ) -> None:  # fmt: skip
     """See ``zoo.ops.training.judge_step``: one launch for seven of torch's."""
     _judge_step[(1,)](loss, norm, count, last, last_loss, skip, num_warps=1)
+
+
+# Rows of a program that rounds whole rows, and the tile that is transposed.
+ROUND_ROWS, ROUND_DOWN, ROUND_ACROSS = 16, 128, 64
+
+
+@triton.jit
+def _factor(greatest):
+    """What maps the greatest number to float8's, and its inverse; 1 for zero, and for a NaN, which stays one."""
+    greatest = tl.where(greatest > 0, greatest, 448.0)
+    return 448.0 / greatest, greatest / 448.0
+
+
+@kernel(do_not_specialize=["rows"])
+def _round_rows(x, numbers, scale, greatest, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    most = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(first, tl.minimum(first + ROWS, rows)):
+        value = tl.load(x + row * COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
+        size = tl.abs(value)
+        most = tl.maximum(most, size)
+        factor, inverse = _factor(tl.max(size, 0))
+        tl.store(numbers + row * COLUMNS + column, (value * factor).to(numbers.dtype.element_ty), mask=inside)
+        tl.store(scale + row, inverse)
+    # A maximum is the same in any order.
+    tl.atomic_max(greatest + column, most, mask=inside)
+
+
+@kernel(do_not_specialize=["rows"])
+def _round_columns(
+    x, greatest, numbers, scale, rows, COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)
+    column = tl.program_id(1).to(tl.int64) * ACROSS + tl.arange(0, ACROSS)
+    there = column < COLUMNS
+    factor, inverse = _factor(tl.load(greatest + column, mask=there, other=0.0))
+    mask = (row < rows)[:, None] & there[None, :]
+    value = tl.load(x + (row * COLUMNS)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    rounded = tl.trans((value * factor[None, :]).to(numbers.dtype.element_ty))
+    tl.store(numbers + (column * rows)[:, None] + row[None, :], rounded, mask=tl.trans(mask))
+    if tl.program_id(0) == 0:
+        tl.store(scale + column, inverse, mask=there)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """X [n, K] in float8, by a scale per row [n, 1] float32, and the greatest magnitude [K] float32 of its columns."""
+    x, (rows, columns) = x.contiguous(), x.shape
+    numbers = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scale, greatest = x.new_empty(rows, 1, dtype=torch.float32), x.new_zeros(columns, dtype=torch.float32)
+    block = next_power(columns)
+    _round_rows[(ceil_div(rows, ROUND_ROWS),)](
+        x, numbers, scale, greatest, rows,
+        COLUMNS=columns, ROWS=ROUND_ROWS, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return numbers, scale, greatest
+
+
+def round_columns(x: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
+    """X [n, K], transposed, in float8 by a scale per column: [K, n] and [K, 1] float32."""
+    x, (rows, columns) = x.contiguous(), x.shape
+    numbers = x.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
+    scale = x.new_empty(columns, 1, dtype=torch.float32)
+    _round_columns[(ceil_div(rows, ROUND_DOWN), ceil_div(columns, ROUND_ACROSS))](
+        x, greatest, numbers, scale, rows, COLUMNS=columns, DOWN=ROUND_DOWN, ACROSS=ROUND_ACROSS, num_warps=4
+    )
+    return numbers, scale
