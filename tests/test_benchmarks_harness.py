@@ -359,4 +359,6 @@ def test_arms_that_start_together_share_the_machine_and_timed_ones_run_as_elsewh
     for steady_only in (True, False):
         arms = arms_of(settings, case, replace(case, strategy="full"))
         prepare_race(arms, replace(settings, steady_only=steady_only), Notes(), settings.scratch)
+        for arm in arms:
+            assert arm.result.status == "failed" and "its process cannot be started" in (arm.result.reason or "")
     assert given == [expected, expected, None, None]

@@ -394,13 +394,6 @@ for module, *arguments in (["zoo"], ["benchmarks.run", "--family", "gnn", "--dev
     assert all(f"{NEEDS} 2.9.1; pip install --upgrade torch" in way[2] for way in ways)
 
 
-def test_a_worker_that_cannot_be_started_is_a_row(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    monkeypatch.setattr("benchmarks.startup.Worker", Mock(side_effect=refusal))
-    (result,) = rows_of(settings, EAGER).values()
-    assert result.status == "failed" and "its process cannot be started" in (result.reason or "")
-
-
 def gets_in(uuid: str | None, notes: list[str] | None = None) -> bool:
     """Whether another run gets the lock now; one that has to wait does so in a thread."""
     entered = threading.Event()
