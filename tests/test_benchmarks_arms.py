@@ -44,6 +44,7 @@ from zoo.engine.graphed_step import GraphedStep
 from zoo.gnn import NeighborSampler
 from zoo.llm.model import PRESETS as LLMS
 from zoo.unet.blocks import PRESETS as UNETS
+from zoo.unet.convert import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("eager_backend")
 
@@ -433,6 +434,34 @@ def test_every_implementation_ends_at_the_reference_captured_or_not(impl: str, i
         captured = zoo.captures(loop.unet)
         # All calls but the first, which compiles.
         assert (len(captured.shapes), captured.replays, captured.uncaptured) == (1, 2 * 3 - 1, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["unet-debug", "unet-xl-debug"])
+def test_gradients_under_autocast_are_as_near_as_diffusers(model: str):
+    exact = UNET.prepare(model=model, impl="upstream", workload="train")
+    training = exact.training
+    batch = training.batch(0)
+    doubles = torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, batch)
+    training.loss(torch.nn.Module.double(exact.model), doubles).backward()
+    config = UNETS[model]
+    expected = WEIGHTS.convert_state_dict({k: p.grad for k, p in exact.model.named_parameters()}, config)
+    errors = {}
+    for impl in ("zoo", "upstream"):
+        prepared = UNET.prepare(model=model, impl=impl, dtype="bfloat16", workload="train")
+        if impl == "zoo":
+            zoo.compile_regions(prepared.model, backend="aot_eager")
+        with torch.autocast("cpu", prepared.training.autocast):
+            loss = prepared.training.loss(prepared.model, batch)
+        loss.backward()
+        found = {name: p.grad for name, p in prepared.model.named_parameters()}
+        assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+        found = found if impl == "zoo" else WEIGHTS.convert_state_dict(found, config)
+        errors[impl] = {name: error(found[name], expected[name]) for name in expected}
+    for name, theirs in errors["upstream"].items():
+        # Parameters of norms above all: their gradients are sums over all pixels, kept in float32.
+        assert errors["zoo"][name] < max(2 * theirs, 0.02), (name, errors["zoo"][name], theirs)
+    assert sum(errors["zoo"].values()) < 1.5 * sum(errors["upstream"].values())
 
 
 @pytest.mark.slow

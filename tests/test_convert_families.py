@@ -23,7 +23,7 @@ from tests import bert_reference as bert
 from tests import llm_reference as llm
 from tests import unet_reference as unet
 from zoo.bert import Bert
-from zoo.llm import LLM
+from zoo.llm import LLM, RopeScaling
 from zoo.resnet.convert import find_weights
 from zoo.unet import PRESETS as UNETS
 from zoo.unet.convert import upstream_config
@@ -183,7 +183,12 @@ def test_adapters_of_peft_are_refused_with_what_merges_them() -> None:
     assert isinstance(zoo.from_upstream(adapted.merge_and_unload()), LLM)
 
 
-def test_options_without_a_class_of_theirs_are_refused() -> None:
+def test_published_frequencies_of_llama_and_options_without_a_class_of_theirs() -> None:
+    config = zoo.create("llama-3.2-1b", device="meta").config
+    assert config.rope_theta == 500000.0 and config.max_position_embeddings == 131072
+    assert config.rope_scaling == RopeScaling(
+        kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
     with pytest.raises(ValueError, match="qkv_bias and qk_norm"):
         zoo.to_upstream(zoo.create("llm-debug", qkv_bias=True, qk_norm=True))
 

@@ -287,6 +287,33 @@ def test_modes_are_kinds_of_their_own() -> None:
     assert len(zoo.captures(model).shapes) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "adapted"), [("sd", False), ("xl", True)], ids=["sd", "xl-lora"])
+def test_inside_diffusers_pipelines(kind: str, adapted: bool, device: str, tmp_path: Path) -> None:
+    from tests.test_unet_sampler import lora, pipeline
+
+    pipe = pipeline(kind, tmp_path).to(device)
+    if adapted:
+        pipe.load_lora_weights(lora(pipe.unet, 1))
+    backend = "eager" if device == "cpu" else "inductor"
+
+    def images(size: int, guidance: float) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return pipe(
+            "a cat", height=size, width=size, guidance_scale=guidance, num_inference_steps=4, generator=generator,
+            output_type="np",
+        ).images  # fmt: skip
+
+    calls = [(32, 5.0), (16, 5.0), (32, 1.0), (32, 5.0)]
+    expected = [images(*call) for call in calls]
+    pipe.unet = zoo.cuda_graph(zoo.compile_regions(zoo.from_upstream(pipe.unet), backend=backend))
+    with zoo.enforce_budget(pipe.unet):
+        for call, images_expected in zip(calls, expected, strict=True):
+            assert abs(images(*call) - images_expected).max() < 2e-3
+    seen = zoo.captures(pipe.unet)
+    assert len(seen.shapes) == 3 and seen.replays == 4 * 4 - 3 and not seen.uncaptured
+
+
 def test_in_an_evaluation_loop_of_torch_geometric(device: str) -> None:
     from torch_geometric.data import Data
     from torch_geometric.nn import GCN

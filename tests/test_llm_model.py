@@ -138,6 +138,18 @@ def test_values_that_torch_transforms_are_not_looked_at(model: LLM) -> None:
         make_fx(model)(tokens[0])
 
 
+@pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
+def test_a_second_turn_goes_on_and_sees_nothing_of_who_had_the_cache_before(window: int | None) -> None:
+    model, tokens = zoo.create("llm-debug", sliding_window=window), ids(2, 16)
+    with torch.inference_mode():
+        expected = model(tokens)
+        cache = model.make_cache(2, 16)
+        model(ids(2, 16, seed=5), cache=cache)
+        model(tokens[:, :7], cache=cache)
+        got = model(tokens[:, 7:], position_ids=torch.arange(7, 16)[None], cache=cache)
+        torch.testing.assert_close(got, expected[:, 7:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"sliding_window": 9}, {"qk_norm": True}], ids=str)
 def test_a_prompt_from_the_start_is_one_at_those_positions(options: dict[str, Any]) -> None:
     model, tokens = zoo.create("llm-debug", **options), ids(2, 9)
@@ -503,6 +515,16 @@ def theirs_says(theirs: Any, prompts: list[list[int]], **options: Any) -> torch.
     with torch.no_grad():
         whole = theirs.generate(input_ids=ids, attention_mask=mask, do_sample=False, **options)
     return whole[:, longest:]
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("kind", ["llama-tied-llama3", "mistral-window", "qwen2", "qwen3"])
+def test_greedy_is_transformers_greedy_token_for_token(kind: str, captured: bool) -> None:
+    theirs = reference.make(kind)
+    expected = theirs_says(theirs, PROMPTS, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+    got = zoo.from_upstream(theirs).generate(PROMPTS, max_new_tokens=24, cuda_graph=captured, stride=5)
+    assert expected.shape == (3, 24) and expected.unique().numel() > 5
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stride", [1, 4, 16])

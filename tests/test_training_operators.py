@@ -139,6 +139,17 @@ def test_the_region_is_one_graph_with_the_kernel_in_it(gpu: Gpu, monkeypatch: py
 
 
 @pytest.mark.gpu
+def test_rows_of_a_whole_vocabulary_match_torch() -> None:
+    logits, labels = 4 * torch.randn(64, 128_256, device="cuda").bfloat16(), torch.arange(64, device="cuda") * 2003
+    exact = logits.float().requires_grad_()
+    expected = F.cross_entropy(exact, labels, reduction="none")
+    (slope,) = torch.autograd.grad(expected.mean(), exact)
+    found, grad = cross_entropy_rows(logits, labels, torch.tensor(1 / 64, device="cuda"))
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad.float(), slope, rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.gpu
 def test_the_gradient_of_rows_takes_the_logits_place_where_they_are_compiled() -> None:
     rows = CrossEntropyRows()
     rows.compile(fullgraph=True, backend="inductor")
