@@ -13,8 +13,9 @@ from zoo.ops import common
 from zoo.ops.triton import csr, group_norm
 
 pytestmark = MARKS
-# Dropout draws other numbers where no kernel runs: gnn_kernel_checks.py holds it.
-NAMES = [name for name in test_kernel.calls() if not name.endswith("0.5")]
+# Dropout draws other numbers where no kernel runs: gnn_kernel_checks.py holds it. The interpreter rounds some numbers
+# to the wrong one of float8: training_kernel_checks.py holds those that it need not round.
+NAMES = [name for name in test_kernel.calls() if not name.endswith(("0.5", "float8"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
