@@ -110,6 +110,16 @@ def test_the_rotary_table_stays_in_float32_wherever_the_model_goes(model: LLM) -
     torch.testing.assert_close(empty.rotary.table, table, rtol=0, atol=0)
 
 
+def test_the_paddings_vector_gets_no_gradient() -> None:
+    model = zoo.create("llm-debug", pad_token_id=3, tie_word_embeddings=False)
+    assert model.embed_tokens.weight[3].abs().sum() == 0
+    tokens = ids()
+    tokens[0, 0] = 3
+    model(tokens).square().sum().backward()
+    gradient = model.embed_tokens.weight.grad
+    assert gradient is not None and gradient[3].abs().sum() == 0 and gradient[int(tokens[0, 1])].abs().sum() > 0
+
+
 def test_positions_of_masked_tokens_are_not_checked_and_one_behind_the_cache_is_named(model: LLM) -> None:
     tokens = torch.randint(model.config.vocab_size, (2, 6))
     mask = torch.ones(2, 6, dtype=torch.long)
@@ -550,6 +560,16 @@ GREEDY = ({"temperature": 1e-4}, {"temperature": 5.0, "top_k": 1}, {"temperature
 SAME = [*({"buckets": each} for each in ((4,), (1, 3, 64), (128,))), *({**each, "seed": 3} for each in GREEDY)]
 
 
+def test_the_configs_end_tokens_are_the_default() -> None:
+    theirs = reference.make("llama")
+    free = zoo.from_upstream(theirs).generate([[5, 6]], max_new_tokens=12)
+    theirs.config.eos_token_id = int(free[0, 5])
+    model = zoo.from_upstream(theirs)
+    first = free[0].tolist().index(int(free[0, 5]))
+    assert model.generate([[5, 6]], max_new_tokens=12).shape == (1, first + 1)
+    assert model.generate([[5, 6]], max_new_tokens=12, eos=()).shape == (1, 12)
+
+
 @pytest.mark.parametrize("options", SAME, ids=str)
 def test_what_does_not_change_the_answer(model: LLM, options: dict[str, Any]) -> None:
     expected = model.generate(PROMPTS, max_new_tokens=8)
@@ -692,12 +712,14 @@ def test_the_largest_uniform_number_stays_among_the_kept(uniform: float) -> None
         ({"tokens": []}, ValueError, "no rows"),
         ({"tokens": [[1], []]}, ValueError, "row 1 of tokens is empty"),
         ({"tokens": [[1, 256]]}, ValueError, "row 0 of tokens holds 256, expected integers from 0 to 255"),
+        ({"tokens": [[-1]]}, ValueError, "holds -1"),
         ({"tokens": [1, 2]}, TypeError, "row 0 of tokens is a int"),
         ({"tokens": [[1.5]]}, ValueError, "holds 1.5, expected integers"),
         ({"tokens": "hello"}, TypeError, "tokens is a str"),
         ({"tokens": torch.ones(2, 3)}, TypeError, "tokens is torch.float32"),
         ({"tokens": torch.ones(3, dtype=torch.int64)}, ValueError, r"tokens has shape \[3\]"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
+        ({"temperature": -0.1}, ValueError, "temperature is -0.1"),
         ({"temperature": math.nan}, ValueError, "temperature is nan"),
         ({"temperature": 1e-40}, ValueError, "temperature is 1e-40, expected 0 for greedy, or a number from 1e-6"),
         ({"eos": 2.0}, ValueError, "eos is 2.0, expected token ids"),
