@@ -215,6 +215,8 @@ def test_linear_layers_of_blocks_are_trained_in_float8_under_their_names():
     assert losses[0] != exact and losses[0] == pytest.approx(exact, rel=0.02) and losses[-1] < 0.8 * losses[0]
     with pytest.raises(ValueError, match=r"call float8_products before zoo\.compile_regions"):
         float8_products(model, cls)
+    with pytest.raises(ValueError, match=r"is compiled or captured: zoo\.uncompile\(model\) undoes it"):
+        float8_products(zoo.cuda_graph(copy.deepcopy(plain)), cls)
     for given, words in (
         (nn.Conv2d, "has no Conv2d; its modules are of .*LLMLayer"),
         (RMSNorm, "no nn.Linear in its RMS"),

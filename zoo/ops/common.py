@@ -42,7 +42,7 @@ has_tma._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def converts_float8(device: torch.device) -> bool:
-    """Whether Triton converts, and torch multiplies, float8_e4m3fn here: of NVIDIA's GPUs those from 8.9 on."""
+    """Whether a device takes float8_e4m3fn: False for NVIDIA's GPUs before 8.9, True for all other devices."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
 

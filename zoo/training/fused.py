@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.autograd import differentiable_once
-from zoo.engine.call import region_call
+from zoo.engine.call import outermost_call
 from zoo.engine.region import Region
 from zoo.ops.common import is_sharded, to_local
 from zoo.ops.training import IGNORED, adamw, cross_entropy_rows, float8_linear, scale_
@@ -217,12 +217,13 @@ def float8_products(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
 
     Raises:
         TypeError: If ``cls`` is no class.
-        ValueError: If regions of the model are compiled, or no block of the class has an ``nn.Linear``.
+        ValueError: If the model is compiled or captured, or no block of the class has an ``nn.Linear``.
     """
     if not isinstance(cls, type):
         raise TypeError(f"cls is {cls!r}, expected the class of the blocks")
-    if any(region_call(module) is not None for module in model.modules()):
-        raise ValueError("the model's regions are compiled: call float8_products before zoo.compile_regions")
+    if any(outermost_call(module) is not None for module in model.modules()):
+        order = "call float8_products before zoo.compile_regions and zoo.cuda_graph"
+        raise ValueError(f"the model is compiled or captured: zoo.uncompile(model) undoes it; {order}")
     blocks = [module for module in model.modules() if type(module) is cls]
     linears = [each for block in blocks for each in block.modules() if type(each) is nn.Linear]
     if not linears:
