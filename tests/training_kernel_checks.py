@@ -329,11 +329,14 @@ def test_rows_and_columns_are_rounded_to_float8_as_by_torch(shape: tuple[int, in
         x[index % shape[0], index % shape[1]] = 448  # a scale is then a power of two
     x[:, 1], x[:, 2] = 0, 448
     x /= 32
-    rows, greatest = operators._round_rows(x)
-    for found, given in ((rows, x), (operators._round_columns(x, greatest), x.t())):
-        expected = operators._rounded(given)
+    greatest = operators._magnitudes(x)
+    rows, columns = operators._round(x, greatest, True, True)
+    assert operators._round(x, greatest, False, False) == (None, None)
+    for found, given in ((rows, x), (columns, x.t())):
+        expected = operators._rounded(given, given.abs().amax(1))
         torch.testing.assert_close(found.scale, expected.scale, rtol=0, atol=0)
         torch.testing.assert_close(found.numbers.float(), expected.numbers.float(), rtol=0, atol=0)
     if DEVICE != "cpu":  # the interpreter makes a number of it
         x[0, 0] = float("nan")
-        assert operators._round_rows(x)[0].numbers[0, 0].float().isnan()
+        rows, columns = operators._round(x, operators._magnitudes(x), True, True)
+        assert rows.numbers[0, 0].float().isnan() and columns.numbers[0, 0].float().isnan()

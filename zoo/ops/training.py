@@ -172,6 +172,9 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 
 FLOAT8 = torch.float8_e4m3fn
+GREATEST = 448.0  # of float8's numbers
+# A row of only smaller numbers is rounded as if this were its greatest: what maps that to float8's is finite.
+LEAST = 1e-30
 # Sizes that torch's product of float8 takes are multiples of this.
 MULTIPLE = 16
 
@@ -203,10 +206,10 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        rows, of_x = _round_rows(x)
-        weight_rows, of_weight = _round_rows(weight)
-        columns = _round_columns(x, of_x) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(*columns, weight, of_weight)
+        rows, columns = _round(x, _magnitudes(x), True, ctx.needs_input_grad[1])
+        of_weight = _magnitudes(weight)
+        weight_rows, _ = _round(weight, of_weight, True, False)
+        ctx.save_for_backward(*(columns or (None, None)), weight, of_weight)
         ctx.dtype = dtype
         return _multiply(rows, weight_rows, dtype)
 
@@ -215,13 +218,12 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         numbers, scale, weight, of_weight = ctx.saved_tensors
         grad = grad.contiguous()
-        rows, of_grad = _round_rows(grad)
+        rows, columns = _round(grad, _magnitudes(grad), *ctx.needs_input_grad[:2])
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _multiply(rows, _round_columns(weight, of_weight), ctx.dtype)
+            grad_x = _multiply(rows, _round(weight, of_weight, False, True)[1], ctx.dtype)
         if ctx.needs_input_grad[1]:
-            product = _multiply(_round_columns(grad, of_grad), Rounded(numbers, scale), ctx.dtype)
-            grad_weight = product.to(weight.dtype)
+            grad_weight = _multiply(columns, Rounded(numbers, scale), ctx.dtype).to(weight.dtype)
         return grad_x, grad_weight, None
 
 
@@ -236,22 +238,22 @@ def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     return (a.numbers.float() @ b.numbers.float().t() * a.scale * b.scale.t()).to(dtype)
 
 
-def _round_rows(x: Tensor) -> tuple[Rounded, Tensor]:
-    """Float8 numbers of x [n, K], and the greatest magnitude [K] float32 of its columns, for ``_round_columns``."""
+def _magnitudes(x: Tensor) -> Tensor:
+    """The greatest magnitudes of the rows and then of the columns of x [n, K], for ``_round``: [n + K]."""
     if kernels_run(x):
-        numbers, scale, greatest = kernels.training.round_rows(x)
-        return Rounded(numbers, scale), greatest
-    return _rounded(x), x.abs().amax(0).float()
+        return kernels.training.magnitudes(x)
+    return torch.cat([x.abs().amax(1), x.abs().amax(0)]).float()
 
 
-def _round_columns(x: Tensor, greatest: Tensor) -> Rounded:
-    """Float8 numbers of x [n, K] transposed: [K, n]."""
+def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
+    """``Rounded`` of x [n, K], and of x transposed: [K, n]. None for the one that is not asked for."""
     if kernels_run(x):
-        return Rounded(*kernels.training.round_columns(x, greatest))
-    return _rounded(x.t())
+        found = kernels.training.round_(x, greatest, by_row, by_column)
+        return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])
+    rows, columns = greatest.split(x.shape)
+    return _rounded(x, rows) if by_row else None, _rounded(x.t(), columns) if by_column else None
 
 
-def _rounded(x: Tensor) -> Rounded:
-    scale = x.abs().amax(1, keepdim=True).float() / torch.finfo(FLOAT8).max
-    scale = torch.where(scale == 0, 1.0, scale)
-    return Rounded((x.float() / scale).to(FLOAT8).contiguous(), scale)
+def _rounded(x: Tensor, greatest: Tensor) -> Rounded:
+    greatest = greatest.clamp_min(LEAST)[:, None]
+    return Rounded((x.float() * (GREATEST / greatest)).to(FLOAT8).contiguous(), greatest / GREATEST)

@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.engine.kernel import kernel
-from zoo.ops.common import ceil_div, next_power
-from zoo.ops.training import TOGETHER
+from zoo.ops.common import ceil_div
+from zoo.ops.training import GREATEST, LEAST, TOGETHER
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
@@ -235,69 +235,79 @@ def judge_step(
     _judge_step[(1,)](loss, norm, count, last, last_loss, skip, num_warps=1)
 
 
-# Rows of a program that rounds whole rows, and the tile that is transposed.
-ROUND_ROWS, ROUND_DOWN, ROUND_ACROSS = 16, 128, 64
+# Rows and columns of a tile, and warps, of the programs that find magnitudes and that round.
+TILE, TILE_WARPS = 128, 8
+_GREATEST, _LEAST = tl.constexpr(GREATEST), tl.constexpr(LEAST)
 
 
 @triton.jit
-def _factor(greatest):
-    """What maps the greatest number to float8's, and its inverse; 1 for zero, and for a NaN, which stays one."""
-    greatest = tl.where(greatest > 0, greatest, 448.0)
-    return 448.0 / greatest, greatest / 448.0
+def _tile(rows, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Rows and columns [TILE] of a program, and which exist. Neighbouring programs are beside each other in a row."""
+    row, column = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.program_id(0) * TILE + tl.arange(0, TILE)
+    return row, column, row < rows, column < COLUMNS
 
 
-@kernel(do_not_specialize=["rows"])
-def _round_rows(x, numbers, scale, greatest, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)
-    inside = column < COLUMNS
-    most = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    for row in range(first, tl.minimum(first + ROWS, rows)):
-        value = tl.load(x + row * COLUMNS + column, mask=inside, other=0.0).to(tl.float32)
-        size = tl.abs(value)
-        most = tl.maximum(most, size)
-        factor, inverse = _factor(tl.max(size, 0))
-        tl.store(numbers + row * COLUMNS + column, (value * factor).to(numbers.dtype.element_ty), mask=inside)
-        tl.store(scale + row, inverse)
-    # A maximum is the same in any order.
-    tl.atomic_max(greatest + column, most, mask=inside)
+@kernel
+def _magnitudes(x, greatest, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    row, column, in_rows, in_columns = _tile(rows, COLUMNS, TILE)
+    place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    size = tl.abs(tl.load(x + place, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32))
+    # The bits of numbers from zero on have their order, with NaN above all.
+    bits = size.to(tl.int32, bitcast=True)
+    tl.atomic_max(greatest + row, tl.max(bits, 1), mask=in_rows, sem="relaxed")
+    tl.atomic_max(greatest + rows + column, tl.max(bits, 0), mask=in_columns, sem="relaxed")
 
 
-@kernel(do_not_specialize=["rows"])
-def _round_columns(
-    x, greatest, numbers, scale, rows, COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr
+@triton.jit
+def _factor(greatest, there):
+    """What maps the greatest number to float8's, and its inverse, rounded as by torch."""
+    most = tl.load(greatest, mask=there, other=0).to(tl.float32, bitcast=True)
+    most = tl.where(most < _LEAST, _LEAST, most)
+    return tl.div_rn(_GREATEST, most), tl.div_rn(most, _GREATEST)
+
+
+@kernel
+def _round(
+    x, greatest, by_row, row_scale, by_column, column_scale, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * DOWN + tl.arange(0, DOWN)
-    column = tl.program_id(1).to(tl.int64) * ACROSS + tl.arange(0, ACROSS)
-    there = column < COLUMNS
-    factor, inverse = _factor(tl.load(greatest + column, mask=there, other=0.0))
-    mask = (row < rows)[:, None] & there[None, :]
-    value = tl.load(x + (row * COLUMNS)[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    rounded = tl.trans((value * factor[None, :]).to(numbers.dtype.element_ty))
-    tl.store(numbers + (column * rows)[:, None] + row[None, :], rounded, mask=tl.trans(mask))
-    if tl.program_id(0) == 0:
-        tl.store(scale + column, inverse, mask=there)
+    row, column, in_rows, in_columns = _tile(rows, COLUMNS, TILE)
+    place, mask = row.to(tl.int64)[:, None] * COLUMNS + column[None, :], in_rows[:, None] & in_columns[None, :]
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    if by_row is not None:
+        factor, inverse = _factor(greatest + row, in_rows)
+        tl.store(by_row + place, (value * factor[:, None]).to(by_row.dtype.element_ty), mask=mask)
+        if tl.program_id(0) == 0:
+            tl.store(row_scale + row, inverse, mask=in_rows)
+    if by_column is not None:
+        factor, inverse = _factor(greatest + rows + column, in_columns)
+        rounded = tl.trans((value * factor[None, :]).to(by_column.dtype.element_ty))
+        place = column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(by_column + place, rounded, mask=in_columns[:, None] & in_rows[None, :])
+        if tl.program_id(1) == 0:
+            tl.store(column_scale + column, inverse, mask=in_columns)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """X [n, K] in float8, by a scale per row [n, 1] float32, and the greatest magnitude [K] float32 of its columns."""
+def magnitudes(x: Tensor) -> Tensor:
+    """The greatest magnitudes of the rows and then of the columns of x [n, K], as bits of float32: [n + K] int32."""
     x, (rows, columns) = x.contiguous(), x.shape
-    numbers = x.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-    scale, greatest = x.new_empty(rows, 1, dtype=torch.float32), x.new_zeros(columns, dtype=torch.float32)
-    block = next_power(columns)
-    _round_rows[(ceil_div(rows, ROUND_ROWS),)](
-        x, numbers, scale, greatest, rows,
-        COLUMNS=columns, ROWS=ROUND_ROWS, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-    )  # fmt: skip
-    return numbers, scale, greatest
-
-
-def round_columns(x: Tensor, greatest: Tensor) -> tuple[Tensor, Tensor]:
-    """X [n, K], transposed, in float8 by a scale per column: [K, n] and [K, 1] float32."""
-    x, (rows, columns) = x.contiguous(), x.shape
-    numbers = x.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
-    scale = x.new_empty(columns, 1, dtype=torch.float32)
-    _round_columns[(ceil_div(rows, ROUND_DOWN), ceil_div(columns, ROUND_ACROSS))](
-        x, greatest, numbers, scale, rows, COLUMNS=columns, DOWN=ROUND_DOWN, ACROSS=ROUND_ACROSS, num_warps=4
+    greatest = x.new_zeros(rows + columns, dtype=torch.int32)
+    _magnitudes[(ceil_div(columns, TILE), ceil_div(rows, TILE))](
+        x, greatest, rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS
     )
-    return numbers, scale
+    return greatest
+
+
+def round_(
+    x: Tensor, greatest: Tensor, by_row: bool, by_column: bool
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """X [n, K] in float8 by a scale per row, [n, K] and [n, 1] float32; and transposed by one per column: [K, n]."""
+    x, (rows, columns) = x.contiguous(), x.shape
+    found = [
+        (x.new_empty(n, k, dtype=torch.float8_e4m3fn), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
+        for asked, n, k in ((by_row, rows, columns), (by_column, columns, rows))
+    ]
+    _round[(ceil_div(columns, TILE), ceil_div(rows, TILE))](
+        x, greatest, *(found[0] or (None, None)), *(found[1] or (None, None)), rows,
+        COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return found[0], found[1]
