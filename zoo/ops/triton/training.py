@@ -235,27 +235,31 @@ def judge_step(
     _judge_step[(1,)](loss, norm, count, last, last_loss, skip, num_warps=1)
 
 
-# Rows and columns of a tile, and warps, of the programs that find magnitudes and that round.
-TILE, TILE_WARPS = 128, 8
+# Rows and columns of a tile whose magnitudes are found, tiles below each other in a program, those loaded ahead, warps.
+DOWN, ACROSS, LOOP, AHEAD, SEEK_WARPS = 32, 128, 4, 3, 4
+# Rows and columns of a tile that is rounded, and warps.
+TILE, TILE_WARPS = 64, 2
 _GREATEST, _LEAST = tl.constexpr(GREATEST), tl.constexpr(LEAST)
 
 
-@triton.jit
-def _tile(rows, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Rows and columns [TILE] of a program, and which exist. Neighbouring programs are beside each other in a row."""
-    row, column = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.program_id(0) * TILE + tl.arange(0, TILE)
-    return row, column, row < rows, column < COLUMNS
-
-
 @kernel
-def _magnitudes(x, greatest, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    row, column, in_rows, in_columns = _tile(rows, COLUMNS, TILE)
-    place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    size = tl.abs(tl.load(x + place, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32))
-    # The bits of numbers from zero on have their order, with NaN above all.
-    bits = size.to(tl.int32, bitcast=True)
-    tl.atomic_max(greatest + row, tl.max(bits, 1), mask=in_rows, sem="relaxed")
-    tl.atomic_max(greatest + rows + column, tl.max(bits, 0), mask=in_columns, sem="relaxed")
+def _magnitudes(
+    x, greatest, rows,
+    COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, LOOP: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * ACROSS + tl.arange(0, ACROSS)
+    in_columns = column < COLUMNS
+    most = tl.zeros([DOWN, ACROSS], tl.int32)
+    for step in tl.range(0, LOOP, num_stages=AHEAD):
+        row = (tl.program_id(1) * LOOP + step) * DOWN + tl.arange(0, DOWN)
+        in_rows = row < rows
+        place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        value = tl.load(x + place, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
+        # The bits of numbers from zero on have their order, with NaN above all.
+        bits = tl.abs(value).to(tl.int32, bitcast=True)
+        tl.atomic_max(greatest + row, tl.max(bits, 1), mask=in_rows, sem="relaxed")
+        most = tl.maximum(most, bits)
+    tl.atomic_max(greatest + rows + column, tl.max(most, 0), mask=in_columns, sem="relaxed")
 
 
 @triton.jit
@@ -270,20 +274,23 @@ def _factor(greatest, there):
 def _round(
     x, greatest, by_row, row_scale, by_column, column_scale, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    row, column, in_rows, in_columns = _tile(rows, COLUMNS, TILE)
+    # From the end: what the kernel before read last is still in the cache.
+    tile_row, tile_column = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
+    in_rows, in_columns = row < rows, column < COLUMNS
     place, mask = row.to(tl.int64)[:, None] * COLUMNS + column[None, :], in_rows[:, None] & in_columns[None, :]
     value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if by_row is not None:
         factor, inverse = _factor(greatest + row, in_rows)
         tl.store(by_row + place, (value * factor[:, None]).to(by_row.dtype.element_ty), mask=mask)
-        if tl.program_id(0) == 0:
+        if tile_column == 0:
             tl.store(row_scale + row, inverse, mask=in_rows)
     if by_column is not None:
         factor, inverse = _factor(greatest + rows + column, in_columns)
         rounded = tl.trans((value * factor[None, :]).to(by_column.dtype.element_ty))
         place = column.to(tl.int64)[:, None] * rows + row[None, :]
         tl.store(by_column + place, rounded, mask=in_columns[:, None] & in_rows[None, :])
-        if tl.program_id(1) == 0:
+        if tile_row == 0:
             tl.store(column_scale + column, inverse, mask=in_columns)
 
 
@@ -291,9 +298,10 @@ def magnitudes(x: Tensor) -> Tensor:
     """The greatest magnitudes of the rows and then of the columns of x [n, K], as bits of float32: [n + K] int32."""
     x, (rows, columns) = x.contiguous(), x.shape
     greatest = x.new_zeros(rows + columns, dtype=torch.int32)
-    _magnitudes[(ceil_div(columns, TILE), ceil_div(rows, TILE))](
-        x, greatest, rows, COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS
-    )
+    _magnitudes[(ceil_div(columns, ACROSS), ceil_div(rows, DOWN * LOOP))](
+        x, greatest, rows,
+        COLUMNS=columns, DOWN=DOWN, ACROSS=ACROSS, LOOP=LOOP, AHEAD=AHEAD, num_warps=SEEK_WARPS,
+    )  # fmt: skip
     return greatest
 
 
