@@ -257,4 +257,5 @@ def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[
 
 def _rounded(x: Tensor, greatest: Tensor) -> Rounded:
     greatest = greatest.clamp_min(LEAST)[:, None]
-    return Rounded((x.float() * (GREATEST / greatest)).to(FLOAT8).contiguous(), greatest / GREATEST)
+    factor = greatest.reciprocal() * GREATEST
+    return Rounded((x.float() * factor).to(FLOAT8).contiguous(), greatest * (1 / GREATEST))

@@ -267,7 +267,7 @@ def _factor(greatest, there):
     """What maps the greatest number to float8's, and its inverse, rounded as by torch."""
     most = tl.load(greatest, mask=there, other=0).to(tl.float32, bitcast=True)
     most = tl.where(most < _LEAST, _LEAST, most)
-    return tl.div_rn(_GREATEST, most), tl.div_rn(most, _GREATEST)
+    return tl.div_rn(1.0, most) * _GREATEST, most * (1.0 / _GREATEST)
 
 
 @kernel
