@@ -172,7 +172,11 @@ def in_float8(x: Tensor) -> Tensor:
     return (x.float() * (greatest.reciprocal() * 448)).to(torch.float8_e4m3fn).double() * greatest / 448
 
 
-@pytest.mark.parametrize("sizes", [(32, 48, 64), (5, 20, 24)], ids=["torch has a product", "sizes it does not take"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(32, 48, 64), (5, 48, 64), (5, 20, 24)],
+    ids=["torch has a product", "odd rows", "widths it does not take"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_products_of_float8_are_those_of_rounded_rows_and_columns(device: str, dtype: torch.dtype, sizes: Any):
     rows, out, width = sizes

@@ -190,8 +190,8 @@ def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear`` of operands rounded to float8, in the backward too: x [..., K], weight [N, K] -> [..., N].
 
     A scale per row of the left and per column of the right operand maps its greatest number to float8's, as in
-    torchao's rowwise recipe. Torch multiplies bfloat16 of sizes that are multiples of 16 so, on
-    NVIDIA's GPUs from 8.9 on. Otherwise the rounded operands are multiplied in float32.
+    torchao's rowwise recipe. Torch multiplies so for bfloat16 and widths K and N that are multiples of 16, on NVIDIA's
+    GPUs from 8.9 on. Otherwise the rounded operands are multiplied in float32.
     """
     if not x.numel():
         return F.linear(x, weight)
@@ -247,7 +247,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
-    """``Rounded`` of x [n, K], and of x transposed: [K, n]. None for the one that is not asked for."""
+    """``Rounded`` of x [n, K], and of x transposed: [K, n], perhaps with zeros to the right. None if not asked for."""
     if kernels_run(x):
         found = kernels.training.round_(x, greatest, by_row, by_column)
         return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])

@@ -207,9 +207,9 @@ def float8_products(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Train the linear layers in blocks of a class with products of float8 (e4m3); returns the same model.
 
     Weights, their names and the optimizer stay as they are: operands are rounded at each product, each row by a scale
-    of its own. Torch multiplies them on NVIDIA's GPUs from 8.9 on (Ada, Hopper), in bfloat16 models or under autocast;
-    elsewhere the rounded operands are multiplied in float32, which is slow and gives the same numbers. Call this before
-    ``zoo.compile_regions``.
+    of its own. Torch multiplies them on NVIDIA's GPUs from 8.9 on (Ada, Hopper), in bfloat16 models or under autocast,
+    if a layer's widths are multiples of 16. Otherwise the rounded operands are multiplied in float32, which is slow and
+    gives the same numbers. Call this before ``zoo.compile_regions``.
 
     Args:
         model: A model of any library.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.training import GREATEST, LEAST, TOGETHER
+from zoo.ops.training import GREATEST, LEAST, MULTIPLE, TOGETHER
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
@@ -242,7 +242,7 @@ TILE, TILE_WARPS = 64, 2
 _GREATEST, _LEAST = tl.constexpr(GREATEST), tl.constexpr(LEAST)
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def _magnitudes(
     x, greatest, rows,
     COLUMNS: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr, LOOP: tl.constexpr, AHEAD: tl.constexpr,
@@ -270,9 +270,9 @@ def _factor(greatest, there):
     return tl.div_rn(1.0, most) * _GREATEST, most * (1.0 / _GREATEST)
 
 
-@kernel
+@kernel(do_not_specialize=["rows"])
 def _round(
-    x, greatest, by_row, row_scale, by_column, column_scale, rows, COLUMNS: tl.constexpr, TILE: tl.constexpr
+    x, greatest, by_row, row_scale, by_column, column_scale, rows, padded, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     # From the end: what the kernel before read last is still in the cache.
     tile_row, tile_column = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
@@ -288,8 +288,9 @@ def _round(
     if by_column is not None:
         factor, inverse = _factor(greatest + rows + column, in_columns)
         rounded = tl.trans((value * factor[None, :]).to(by_column.dtype.element_ty))
-        place = column.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(by_column + place, rounded, mask=in_columns[:, None] & in_rows[None, :])
+        # Zeros, which add nothing to a product, fill up the rows.
+        place = column.to(tl.int64)[:, None] * padded + row[None, :]
+        tl.store(by_column + place, rounded, mask=in_columns[:, None] & (row < padded)[None, :])
         if tile_row == 0:
             tl.store(column_scale + column, inverse, mask=in_columns)
 
@@ -308,14 +309,18 @@ def magnitudes(x: Tensor) -> Tensor:
 def round_(
     x: Tensor, greatest: Tensor, by_row: bool, by_column: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """X [n, K] in float8 by a scale per row, [n, K] and [n, 1] float32; and transposed by one per column: [K, n]."""
+    """X [n, K] in float8 by a scale per row, [n, K] and [n, 1] float32; and transposed by one per column.
+
+    The transposed is [K, n'], with zeros from column n to n', the next number that a product takes.
+    """
     x, (rows, columns) = x.contiguous(), x.shape
+    padded = ceil_div(rows, MULTIPLE) * MULTIPLE
     found = [
         (x.new_empty(n, k, dtype=torch.float8_e4m3fn), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
-        for asked, n, k in ((by_row, rows, columns), (by_column, columns, rows))
+        for asked, n, k in ((by_row, rows, columns), (by_column, columns, padded))
     ]
-    _round[(ceil_div(columns, TILE), ceil_div(rows, TILE))](
-        x, greatest, *(found[0] or (None, None)), *(found[1] or (None, None)), rows,
+    _round[(ceil_div(columns, TILE), ceil_div(padded, TILE))](
+        x, greatest, *(found[0] or (None, None)), *(found[1] or (None, None)), rows, padded,
         COLUMNS=columns, TILE=TILE, num_warps=TILE_WARPS,
     )  # fmt: skip
     return found[0], found[1]
