@@ -199,13 +199,14 @@ def test_products_of_float8_are_those_of_rounded_rows_and_columns(device: str, d
         assert float((got.double().view_as(wanted) - wanted).norm() / wanted.norm()) < 5e-3
 
 
-def test_linear_layers_of_blocks_are_trained_in_float8_under_their_names():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_linear_layers_of_blocks_are_trained_in_float8_under_their_names(dynamic: bool | None):
     model, ids = zoo.create("llm-debug", qkv_bias=True).train(), torch.arange(32).view(2, 16)
     plain, cls = copy.deepcopy(model), type(model.layers[0])
     assert float8_products(model, cls) is model
     assert sum(type(module) is Float8Linear for module in model.modules()) == 4 * len(model.layers)
     assert model.state_dict().keys() == plain.state_dict().keys()
-    zoo.compile_regions(model, backend="aot_eager")
+    zoo.compile_regions(model, backend="aot_eager", dynamic=dynamic)
     optimizer, loss_of, losses = AdamW(model.parameters(), lr=1e-2), LinearCrossEntropy(8), []
     with zoo.enforce_budget(model):
         for _ in range(6):

@@ -172,9 +172,6 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 
 FLOAT8 = torch.float8_e4m3fn
-GREATEST = 448.0  # of float8's numbers
-# A row of only smaller numbers is rounded as if this were its greatest: what maps that to float8's is finite.
-LEAST = 1e-30
 # Sizes that torch's product of float8 takes are multiples of this.
 MULTIPLE = 16
 
@@ -240,10 +237,8 @@ def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _magnitudes(x: Tensor) -> Tensor:
-    """The greatest magnitudes of the rows and then of the columns of x [n, K], for ``_round``: [n + K]."""
-    if kernels_run(x):
-        return kernels.training.magnitudes(x)
-    return torch.cat([x.abs().amax(1), x.abs().amax(0)]).float()
+    """What ``_round``'s kernel reads: the greatest magnitudes of the rows and of the columns of x. Empty without it."""
+    return kernels.training.magnitudes(x) if kernels_run(x) else x.new_empty(0)
 
 
 def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
@@ -251,11 +246,11 @@ def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[
     if kernels_run(x):
         found = kernels.training.round_(x, greatest, by_row, by_column)
         return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])
-    rows, columns = greatest.split(x.shape)
-    return _rounded(x, rows) if by_row else None, _rounded(x.t(), columns) if by_column else None
+    return _rounded(x) if by_row else None, _rounded(x.t()) if by_column else None
 
 
-def _rounded(x: Tensor, greatest: Tensor) -> Rounded:
-    greatest = greatest.clamp_min(LEAST)[:, None]
-    factor = greatest.reciprocal() * GREATEST
-    return Rounded((x.float() * factor).to(FLOAT8).contiguous(), greatest * (1 / GREATEST))
+def _rounded(x: Tensor) -> Rounded:
+    # Of smaller numbers the inverse would be infinite. No global float: with dynamic=True Dynamo makes a symbol of it.
+    greatest = x.abs().amax(1, keepdim=True).float().clamp_min(1e-30)
+    most = torch.finfo(FLOAT8).max
+    return Rounded((x.float() * (greatest.reciprocal() * most)).to(FLOAT8).contiguous(), greatest * (1 / most))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.training import GREATEST, LEAST, MULTIPLE, TOGETHER
+from zoo.ops.training import MULTIPLE, TOGETHER
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
@@ -239,7 +239,8 @@ def judge_step(
 DOWN, ACROSS, LOOP, AHEAD, SEEK_WARPS = 32, 128, 4, 3, 4
 # Rows and columns of a tile that is rounded, and warps.
 TILE, TILE_WARPS = 64, 2
-_GREATEST, _LEAST = tl.constexpr(GREATEST), tl.constexpr(LEAST)
+# The greatest number of float8, and what stands for a smaller greatest number of a row.
+_GREATEST, _LEAST = tl.constexpr(448.0), tl.constexpr(1e-30)
 
 
 @kernel(do_not_specialize=["rows"])
