@@ -194,6 +194,9 @@ def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     dtype = compute_dtype(x)
     x = x if x.dtype == dtype else x.to(dtype)
+    if not torch.is_grad_enabled():
+        # Under no_grad a Function is still told that its inputs need gradients, and would round columns.
+        x, weight = x.detach(), weight.detach()
     out: Tensor = _Float8Linear.apply(x.flatten(0, -2), weight, dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
