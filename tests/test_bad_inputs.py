@@ -302,7 +302,7 @@ def engine() -> list[Refusal]:
             for options, said in CAPTURES
         ),
         (lambda: checkpoint_regions(Stack(), Block), r"Stack has no compiled regions: call zoo\.compile_regions"),
-        (lambda: checkpointed(Dropping), "no compiled region is or is in a Dropping; there are Block"),
+        (lambda: checkpointed(Dropping), "no Dropping is or contains a compiled region; regions are of Block"),
         (lambda: checkpointed(nn.ModuleList), "a ModuleList is never called; name the class"),
         (lambda: checkpointed(every=0), "every is 0, expected a positive integer"),
         (lambda: checkpointed(times=2), r"checkpointed already; zoo\.uncompile\(model\) undoes it"),
@@ -338,7 +338,7 @@ def training() -> list[Refusal]:
         *((lambda change=change: LinearCrossEntropy(8)(**given | change), *said) for change, *said in LOSSES),
         (lambda: AdamW([nn.Parameter(X)], fused=False), r"or take torch\.optim\.AdamW"),
         (lambda: AdamW([nn.Parameter(X)], foreach=True), "`fused` and `foreach` cannot be", RuntimeError),
-        (lambda: AdamW([{"params": [nn.Parameter(X)], "fused": False}]), "an update that is not fused", ValueError),
+        (lambda: AdamW([{"params": [nn.Parameter(X)], "fused": False}]), "a group has fused=False or", ValueError),
         (lambda: AdamW([nn.Parameter(X)], differentiable=True), "differentiable", RuntimeError),
     ]
 

@@ -274,7 +274,7 @@ def test_a_class_is_a_region_where_it_stands_alone_and_one_with_nothing_to_multi
     assert not report.regions and "no block repeats: no class but those of torch.nn occurs" in str(report)
     # Layers whose widths mostly differ: nearly as many graphs as there are layers.
     report = zoo.find_regions(Sequence(*(Block(width) for width in (2, 2, 3, 4, 5, 6, 7, 8))))
-    assert not report.regions and "what repeats in it (Block) is too small" in str(report)
+    assert not report.regions and "its repeated blocks (Block) are too small" in str(report)
 
 
 def test_models_inside_a_model_bring_their_regions_and_the_rest_is_discovered() -> None:

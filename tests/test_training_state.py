@@ -268,7 +268,7 @@ def test_weights_of_a_loss_are_saved_with_it_and_what_could_not_be_loaded_again_
             return {"seen": torch.ones(3), "random": numpy.random.RandomState(0).get_state()}
 
     step = saved(tmp_path, batches=2)
-    with pytest.raises(ValueError, match=r"the state of sampler holds numpy\S+, more than tensors and plain values"):
+    with pytest.raises(ValueError, match=r"the state of sampler holds numpy\S+, but only tensors and plain values"):
         step.save(tmp_path, sampler=Sampler())
     step.load(tmp_path)
     assert step.steps == 1

@@ -1,14 +1,14 @@
-"""Regions and capture: what a model declares, how its regions are compiled and counted, and the outer CUDA graph.
+"""Compiled regions, the count of their graphs, and CUDA graphs around whole calls.
 
-To follow one model through it, read in this order:
+To follow one model through the modules, read in this order:
 
-- ``region``: what a model declares. ``discover``: which modules that names and how many graphs they need, with
-  ``signature`` (what makes two calls need two graphs), ``cut`` (where a model is cut that declares nothing),
-  ``observe`` (what one eager call shows) and ``lifted`` (numbers and sizes that are symbols of one graph).
-- ``compile``: puts a ``call.RegionCall`` in the place of each module's call. ``direct``: the backend. It runs a graph
-  of library calls and of ``kernel.Kernel`` launches as it was traced, and leaves any other to Inductor.
-- ``graph_log``: which graphs were compiled. ``budget``: holds them to what was declared.
+- ``region``: how a model declares its regions. ``discover``: finds the modules of each region and predicts how many
+  graphs they need, with ``signature`` (the properties that a graph is specialised on), ``cut`` (regions for a model
+  that declares none), ``observe`` (one eager call) and ``lifted`` (numbers and sizes that are symbols of one graph).
+- ``compile``: replaces each region module's call by a ``call.RegionCall``. ``direct``: the backend. It runs a graph of
+  library calls and ``kernel.Kernel`` launches as Dynamo traced it, and passes any other graph to Inductor.
+- ``graph_log``: records each compiled graph. ``budget``: compares the graphs with the declared budgets.
 - ``cuda_graph``: captures a step or a module's calls, by ``graphed_step`` over the buffers of ``captured``.
-- ``artifacts``: a folder of compiled regions, each a ``saved_graph`` of what was ``traced``.
-- ``autograd``: gradients that have none of their own. ``compat``: what only some releases of torch have.
+- ``artifacts``: a folder of compiled regions. ``saved_graph``: one file in it, written from a ``traced`` compilation.
+- ``autograd``: gradients of kernels and of directly run graphs. ``compat``: differences between releases of torch.
 """

@@ -35,7 +35,7 @@ from zoo.engine.signature import own_class
 from zoo.engine.traced import torch_state
 
 _INDEX, _KERNELS, _CACHES = "index.json", "kernels.bin", "caches.bin"
-# {flag of torch's state: its public name}. A graph compiled with another value would serve no call.
+# Torch's name of a flag in its state -> the flag's public name. A graph compiled with another value would never run.
 _MATMUL = "torch.backends.cuda.matmul.allow"
 _FLAGS = {
     "allow_tf32": f"{_MATMUL}_tf32",
@@ -53,7 +53,7 @@ class ArtifactError(RuntimeError):
 
 @dataclass
 class SavedRegions:
-    """What ``save_compiled`` wrote, and why some of it could not be: ``skipped`` has a reason for each such graph."""
+    """The graphs that ``save_compiled`` wrote; ``skipped`` has the reason for each graph that could not be saved."""
 
     path: Path
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -67,10 +67,10 @@ class SavedRegions:
 
 
 def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None = None) -> SavedRegions:
-    """Write what the regions of a model have compiled so far to a folder, for ``load_compiled`` in a new process.
+    """Write the graphs that a model's regions have compiled to a folder, for ``load_compiled`` in a new process.
 
     Call it after ``warm_up`` in each mode and with each shape that will be used. An older folder at ``path`` is
-    replaced, whole: a full disk or a second writer leaves one of the two.
+    replaced as a whole: if the disk is full, or another process writes too, one complete folder is left.
 
     Args:
         model: A model that ``compile_regions`` was called on.
@@ -78,11 +78,11 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
         key: Signs the index by HMAC-SHA256; ``load_compiled`` with a key refuses any other folder.
 
     Returns:
-        What was saved, and what could not be with the reason; printable.
+        The saved graphs, and the reason for each graph that could not be saved; printable.
 
     Raises:
-        ValueError: If the model has no compiled regions, none of them has run, ``path`` is something else, or the key
-            is empty.
+        ValueError: If the model has no compiled regions, none of them has run or can be saved, ``path`` holds other
+            files, or the key is empty.
         OSError: If the folder cannot be written.
     """
     plan = compiled_plan(model)
@@ -106,31 +106,30 @@ def save_compiled(model: nn.Module, path: str | Path, *, key: bytes | str | None
             sources |= file.modules
             name = f"{len(saved.entries):03}-{own_class(graph.call.module).__name__}.bin"
             (partial / name).write_bytes(file.data)
-            saved.entries.append({**file.entry, "file": name, **_written(file.data)})
+            saved.entries.append({**file.entry, "file": name, **_size_and_hash(file.data)})
         if not saved.entries and not saved.skipped:
             if any(entry.graphs for entry in GRAPH_LOG.of(plan.log_id)):
                 raise ValueError(
-                    f"no graph of {type(model).__name__} can be saved: its regions ran, but what runs them is not "
-                    "kept: their graphs may break (fullgraph=False), hooks of all modules are set, every call changes "
-                    "what the guards read, such as a cache's Python attributes, or torch.compiler.reset() was called "
-                    "since"
+                    f"no graph of {type(model).__name__} can be saved: its regions ran, but kept no graph. Either they "
+                    "allow graph breaks (fullgraph=False), global module hooks are set, every call changes values that "
+                    "the guards read (a cache's Python attributes), or torch.compiler.reset() was called"
                 )
             raise ValueError(f"no region of {type(model).__name__} has run compiled: call zoo.warm_up(model, ...)")
-        others = {}
+        caches = {}
         kernels = sys.modules.get("zoo.engine.kernel")
         if kernels is not None and (found := kernels.cached_kernels()).files:
-            others[_KERNELS] = pickle.dumps(found)
-        # The compiler's caches, for what must be traced again.
-        if saved.skipped and (caches := torch.compiler.save_cache_artifacts()):
-            others[_CACHES] = caches[0]
-        for name, data in others.items():
+            caches[_KERNELS] = pickle.dumps(found)
+        # The new process traces skipped graphs again; with the compiler's caches that takes less time.
+        if saved.skipped and (of_compiler := torch.compiler.save_cache_artifacts()):
+            caches[_CACHES] = of_compiler[0]
+        for name, data in caches.items():
             (partial / name).write_bytes(data)
         index: dict[str, Any] = {
             "fingerprint": _fingerprint(model),
             "sources": {each: _hash_of_module(each) for each in sorted(sources)},
             "choices": _choices_as_json(plan),
             "entries": saved.entries,
-            "files": {name: _written(data) for name, data in others.items()},
+            "files": {name: _size_and_hash(data) for name, data in caches.items()},
             "skipped": saved.skipped,
         }
         if key is not None:
@@ -173,32 +172,32 @@ def _check_key(key: bytes | str | None) -> None:
     if not isinstance(key, bytes | str | None):
         raise TypeError(f"key is a {type(key).__name__}, expected bytes or a string")
     if key is not None and not key:
-        raise ValueError("key is empty, as a variable of the environment that is not set; anybody could sign with it")
+        raise ValueError("key is empty, as from an unset environment variable; anybody could sign with an empty key")
 
 
 def load_compiled(
     model: nn.Module, path: str | Path, *, key: bytes | str | None = None, strict: bool = False
 ) -> nn.Module:
-    """Attach the compiled regions in a folder to a model: calls like those that were saved compile nothing.
+    """Attach the compiled graphs in a folder to a model, so that calls with saved shapes and modes compile nothing.
 
-    A model without compiled regions gets them as the one that was saved. Other calls are compiled as usual, or refused
-    in ``enforce_budget``. What does not fit (another torch, GPU, zoo or config, a damaged file) is left out with one
-    ``RegionWarning`` that names the difference, and compiled as usual; ``enforce_budget`` then allows it.
+    An uncompiled model gets the same regions as the saved model. Other calls compile as usual; ``enforce_budget``
+    reports them as violations. A folder that does not fit (another torch, GPU, zoo or config) and a damaged file are
+    skipped. One ``RegionWarning`` names the difference, the regions compile as usual, and ``enforce_budget`` allows it.
 
-    The files hold code that runs. Load folders that you wrote, or that somebody you trust did; ``key`` refuses others.
-    Hashes are checked before anything in a file is read.
+    Loading executes code from the files. Load only folders from a source that you trust; with ``key`` all folders
+    signed with another key are refused. Hashes are checked before a file is unpickled.
 
     Args:
-        model: The model, of the class and config that was saved; its weights may be others.
+        model: A model of the saved class and config; its weights may differ.
         path: A folder that ``save_compiled`` wrote.
         key: The key that the folder was signed with.
-        strict: Raise where there would be a warning.
+        strict: Raise an ArtifactError instead of warning.
 
     Returns:
         The same model.
 
     Raises:
-        ArtifactError: If a key is given and the folder was not signed with it; if ``strict``, whatever does not fit.
+        ArtifactError: If a key is given and the folder was not signed with it; with ``strict``, if anything misfits.
         ValueError: If the key is empty.
     """
     _check_key(key)
@@ -269,7 +268,7 @@ class _File(NamedTuple):
 
 @dataclass
 class _Graph:
-    """A graph that served modules of a class: the first of them, Dynamo's guards, what was traced, and the shapes."""
+    """A graph of modules of one class: the first module's name and call, Dynamo's guards, the trace, input shapes."""
 
     name: str
     call: RegionCall
@@ -398,10 +397,10 @@ def _hash_of_zoo() -> str:
 
 
 def _hash_of_module(name: str) -> str | None:
-    """The hash of an imported module's source file, and of what it and its classes hold that a graph takes as constant.
+    """Hash an imported module's source file and the values in it that a graph holds as constants.
 
-    Those are functions and classes, defaults of functions, and numbers and strings of classes that its code does not
-    set itself. None for a module that is not imported, which no class comes from.
+    These are functions, classes, default arguments, and class attributes that are numbers or strings, unless a method
+    assigns to them. None for a module that is not imported.
     """
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
@@ -411,7 +410,7 @@ def _hash_of_module(name: str) -> str | None:
     classes = [each for each in own.values() if isinstance(each, type) and each.__module__ == name]
     spaces = [(name, own), *((each.__qualname__, dict(vars(each))) for each in classes)]
     functions = [each for _, names in spaces for each in names.values() if isinstance(each, types.FunctionType)]
-    written = {step.argval for each in functions for step in dis.get_instructions(each) if step.opname == "STORE_ATTR"}
+    assigned = {step.argval for each in functions for step in dis.get_instructions(each) if step.opname == "STORE_ATTR"}
     held: list[tuple[str, ...]] = []
     for space, names in spaces:
         for key, each in names.items():
@@ -421,13 +420,13 @@ def _hash_of_module(name: str) -> str | None:
                 held.append((space, key, each.__module__, each.__qualname__, place, defaults))
             elif isinstance(each, type):
                 held.append((space, key, each.__module__, each.__qualname__))
-            elif names is not own and not key.startswith("__") and key not in written:
+            elif names is not own and not key.startswith("__") and key not in assigned:
                 held.append((space, key, repr(_constant(each))))
     return hashlib.sha256(Path(file).read_bytes() + repr(sorted(held)).encode()).hexdigest()
 
 
 def _constant(value: Any) -> Any:
-    """A number, a string, or a tuple or dict of some; the class of anything else."""
+    """Numbers, strings, and tuples and dicts of these as they are; the class name of any other value."""
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
     if isinstance(value, dict):
@@ -436,7 +435,7 @@ def _constant(value: Any) -> Any:
 
 
 def _modules_of(files: set[str]) -> set[str]:
-    """Modules of the source files of traced code, without packages that the fingerprint names by release."""
+    """Names of the modules that traced code comes from, except torch, triton and zoo: the fingerprint covers these."""
     return {
         name
         for name, module in list(sys.modules.items())
@@ -484,7 +483,7 @@ def _attach(model: nn.Module, path: Path, index: Mapping[str, Any]) -> list[str]
 
 
 def _differing_flags(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Torch's flags that a server sets once, where the process differs from the one that compiled a graph."""
+    """A message for each of torch's global flags that had another value when a graph was compiled."""
     return [
         f"{flag} was {saved[name]}, is {state[name]}: set it as it was before zoo.load_compiled"
         for name, flag in _FLAGS.items()
@@ -493,19 +492,19 @@ def _differing_flags(saved: Mapping[str, Any], state: Mapping[str, Any]) -> list
 
 
 def _checked(path: Path, written: Mapping[str, Any], problems: list[str]) -> bytes | None:
-    """The content of a file, if it is what was written."""
+    """The content of a file; None, with a message in ``problems``, if it cannot be read or its hash differs."""
     try:
         data = path.read_bytes()
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
         return None
-    if _written(data)["sha256"] != written["sha256"]:
+    if _size_and_hash(data)["sha256"] != written["sha256"]:
         problems.append(f"{path.name} is not what was written ({len(data)} bytes, were {written['bytes']})")
         return None
     return data
 
 
-def _written(data: bytes) -> dict[str, Any]:
+def _size_and_hash(data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 

@@ -1,6 +1,6 @@
-"""Gradients of kernels, of a graph, and of what a graph computes from an input that it overwrites.
+"""Gradients of kernels and of directly run graphs, and correct gradients of graphs that overwrite their inputs.
 
-Those of kernels refuse to be differentiated. A graph's are traced ahead of its first backward.
+The gradient of a kernel cannot be differentiated again. The gradient of a graph is traced before its first backward.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def transformed() -> bool:
 
 
 def differentiable_once(backward: Function) -> Function:
-    """A backward whose outputs refuse to be differentiated, whatever they are computed of.
+    """Make a backward whose outputs raise an error if they are differentiated, even for a constant incoming gradient.
 
-    Torch's ``once_differentiable`` refuses only where the gradient that came in depends on something.
+    Torch's ``once_differentiable`` raises it only if the incoming gradient requires a gradient.
     """
 
     @functools.wraps(backward)
@@ -80,18 +80,18 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
         raise RuntimeError(
-            "trying to differentiate twice what is once_differentiable: the gradient is a kernel's or a compiled "
-            "region's, which has none of its own; compute it without create_graph=True, or zoo.uncompile(model) where "
-            "no kernel is in it"
+            "trying to differentiate twice a function that is once_differentiable: the gradient of a kernel or of a "
+            "compiled region has no gradient itself; compute it without create_graph=True, or, if the model runs no "
+            "kernel, call zoo.uncompile(model)"
         )
 
 
 class Halves(NamedTuple):
-    """A graph and its gradient: two graphs of single operators, in the order in which autograd runs them.
+    """A graph and its gradient, as two graphs of ATen operators in the order in which autograd runs them.
 
-    ``forward`` takes the graph's inputs and returns its outputs, tensors that are saved, and numbers that are.
-    ``backward`` takes a gradient of each output and what was saved; it returns a gradient of each input, None where an
-    input needs none. ``learns`` says which outputs have a gradient.
+    ``forward`` takes the graph's inputs and returns its outputs, the saved tensors and the saved numbers. ``backward``
+    takes a gradient per output, then the saved tensors and numbers. It returns a gradient per input, None for an input
+    that needs none. ``learns`` says which outputs have a gradient.
     """
 
     forward: fx.GraphModule
@@ -100,10 +100,10 @@ class Halves(NamedTuple):
 
 
 def trace_halves(graph: fx.GraphModule) -> Halves | None:
-    """Run a graph of Dynamo's and its gradient on fake tensors, or None where one autograd function cannot run it.
+    """Trace Dynamo's graph and its gradient on fake tensors; None if one autograd function cannot run the two.
 
-    That is where no output learns, one shares memory with an input or with another, the graph writes to an input that
-    learns, or a tensor is made of others (DTensor).
+    It cannot if no output has a gradient, an output shares memory with an input or another output, the graph writes to
+    an input that requires a gradient, an output is no tensor, or a tensor wraps others (DTensor).
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses import FakeTensor
@@ -123,7 +123,7 @@ def trace_halves(graph: fx.GraphModule) -> Halves | None:
     learns = [each.requires_grad for each in outputs]
     if shared or not any(learns) or any(each._version and each.requires_grad for each in tensors):
         return None
-    mode = tensors[0].fake_mode  # not that of the context, which Dynamo made for the backend
+    mode = tensors[0].fake_mode  # the context has another fake mode, which Dynamo made for the backend
 
     def run(inputs: list[Any], grads: list[Tensor]) -> list[Any]:
         results = graph(*inputs)
@@ -133,15 +133,15 @@ def trace_halves(graph: fx.GraphModule) -> Halves | None:
         given = [each for each, learned in zip(results, learns, strict=True) if learned]
         with torch._C._DisableAutocast():
             found = torch.autograd.grad(given, wanted, grads, allow_unused=True)
-        of = dict(zip(map(id, wanted), found, strict=True))
-        return [*results, *(of.get(id(each)) for each in inputs)]
+        gradient_of = dict(zip(map(id, wanted), found, strict=True))
+        return [*results, *(gradient_of.get(id(each)) for each in inputs)]
 
     caches = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # it would keep fake weights
+    torch.set_autocast_cache_enabled(False)  # the cache would keep casts of fake weights
     try:
         with (
             tracing(TracingContext(mode)), mode, torch.autograd.set_multithreading_enabled(False),
-            saved_tensors_hooks(lambda x: x, lambda x: x),  # in the place of a checkpoint's, which would count fakes
+            saved_tensors_hooks(lambda x: x, lambda x: x),  # hide a checkpoint's hooks, which would count fake tensors
         ):  # fmt: skip
             inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in examples]
             grads = [torch.empty_like(each) for each, learned in zip(outputs, learns, strict=True) if learned]
@@ -152,7 +152,7 @@ def trace_halves(graph: fx.GraphModule) -> Halves | None:
 
 
 def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
-    """Cut a trace where its backward begins. Of a view that the backward reads, what it is a view of is saved."""
+    """Cut a trace into its forward and backward. The backward makes the views that it reads anew, from saved bases."""
     from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
     nodes = list(traced.graph.nodes)
@@ -170,37 +170,37 @@ def _halves(traced: fx.GraphModule, inputs: int, learns: list[bool]) -> Halves:
     saved = [node for node in nodes if node in read and node not in of_backward]
 
     forward, backward = fx.Graph(), fx.Graph()
-    there: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in nodes[:-1]:
         if node.meta.get("of_forward"):
-            there[node] = forward.node_copy(node, there.__getitem__)
+            copies[node] = forward.node_copy(node, copies.__getitem__)
     tensors = [node for node in saved if isinstance(node.meta["val"], Tensor)]
     numbers = [node for node in saved if node not in tensors]
-    forward.output(fx.node.map_arg((tuple(results), tuple(tensors), tuple(numbers)), there.__getitem__))
+    forward.output(fx.node.map_arg((tuple(results), tuple(tensors), tuple(numbers)), copies.__getitem__))
 
     grads = iter(given)
     taken = [next(grads) if learned else None for learned in learns]
-    there = {}
+    copies = {}
     for place, node in enumerate([*taken, *tensors, *numbers]):
         new = backward.placeholder(f"x{place}")
         if node is not None:
-            new.meta, there[node] = node.meta, new
+            new.meta, copies[node] = node.meta, new
     for node in nodes[:-1]:
         if node in of_backward and node not in given:
-            there[node] = backward.node_copy(node, there.__getitem__)
-    backward.output(fx.node.map_arg(tuple(found), there.__getitem__))
-    for half in (forward, backward):  # gradients of outputs that an autograd function does not read are zeros
+            copies[node] = backward.node_copy(node, copies.__getitem__)
+    backward.output(fx.node.map_arg(tuple(found), copies.__getitem__))
+    for half in (forward, backward):  # such as zeros in place of gradients that an inner autograd function ignores
         half.eliminate_dead_code(lambda node: node.is_impure() or node.target is triton_kernel_wrapper_mutation)
     return Halves(fx.GraphModule(traced, forward), fx.GraphModule(traced, backward), learns)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node of single operators views another tensor, perhaps as one of several."""
+    """Whether an ATen node returns a view of another tensor, or picks one of several such views."""
     source = node.args[0] if node.target is operator.getitem else node
     return isinstance(source, fx.Node) and isinstance(source.target, torch._ops.OpOverload) and source.target.is_view
 
 
-# A copy that AOTAutograd does not compute again in the backward, and that Inductor does not leave out.
+# A clone that AOTAutograd does not recompute in the backward and that Inductor does not remove.
 _COPY = "zoo_engine::copy_of_input"
 torch.library.define(_COPY, "(Tensor x) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 torch.library.impl(_COPY, "default", torch.clone)
@@ -209,10 +209,10 @@ torch.library.register_autograd(_COPY, lambda ctx, grad: grad)
 
 
 def copy_overwritten_inputs(graph: fx.GraphModule) -> None:
-    """Let a graph that learns work on copies of inputs that it overwrites and learns from.
+    """Copy the inputs that a graph with gradients overwrites and differentiates through.
 
-    AOTAutograd computes again in the backward what the forward computed from such an input, and by then it holds
-    another value; Inductor leaves out clones of it. Both give wrong gradients without an error, in torch 2.11 to 2.15.
+    AOTAutograd recomputes in the backward some results of such an input, which holds another value by then. Inductor
+    removes clones of such an input. Both give wrong gradients without an error, in torch 2.11 to 2.15.
     """
     inputs = graph.graph.find_nodes(op="placeholder")
     overwritten = [node for node in inputs if _is_overwritten(node)] if any(map(_learns, inputs)) else []
@@ -238,7 +238,7 @@ def _is_overwritten(node: fx.Node) -> bool:
 
 
 def _is_learned_from(node: fx.Node) -> bool:
-    """Whether an operation with a gradient reads an input, or what is computed from it."""
+    """Whether an operation with a gradient reads an input, or a value computed from the input."""
     seen, todo = {node}, [node]
     while todo:
         new = todo.pop().users.keys() - seen

@@ -29,29 +29,29 @@ class BudgetError(RuntimeError):
 
 @contextmanager
 def enforce_budget(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise on leaving the block if anything in it cost more than the regions declare.
+    """Raise at the end of the block if a region compiled more graphs than it declares, or did not run compiled.
 
     A violation is a region over its budget, a graph break, a recompile (one class, signature, mode and kind of input
     compiled twice), or a region that did not run compiled: bypassed by a direct ``forward``, disabled, or never
     reached. Graphs are counted since ``compile_regions``. After a ``load_compiled`` that left nothing out every
     compilation is a violation.
 
-    The budget of a declared region is for one model input shape in one mode. A region that was given or discovered
-    without one has a graph for each structure of its parameters, mode and kind of input, and one more where sizes turn
-    symbolic. An attribute allows more only where it chooses code: one that had two values in the blocks when they were
-    compiled, and a rate of zero. In training such a region may stay uncalled if others of its list ran, as layers are
-    dropped at random; one that is bypassed among them is not told apart.
+    The budget of a declared region applies to one model input shape in one mode. A region that was given or discovered
+    without a budget may have one graph for each parameter structure, mode and kind of input, and one more when sizes
+    become symbolic. An attribute allows another graph only if it selects code: it had two values in the blocks when
+    they were compiled, or is a rate of zero. In training such a region may stay uncalled if other regions of its list
+    ran, since some models drop layers at random; a bypassed region among these is not noticed.
 
-    A model that gives its regions inputs of several sizes in one call says of how many, in a method ``region_sizes``
-    that takes what ``forward`` takes: each size has the budget.
+    If one call of a model gives its regions inputs of several sizes, its method ``region_sizes``, which takes the
+    arguments of ``forward``, returns the number of sizes: the budget applies to each.
 
     An exception raised in the block passes through unchanged.
 
     Args:
         model: A model with compiled regions, or the ``DistributedDataParallel`` around one.
-        group: Of ``torch.distributed``: all its processes leave the block together, each is told the violations of
-            all, and one that compiled more than another is named. A process that leaves by an exception does not
-            report; the others wait until it ends.
+        group: A group of ``torch.distributed``, whose processes leave the block together. Each of them raises the
+            violations of all; a process that compiled more graphs than another is one. A process that leaves by an
+            exception does not report; the others wait until it ends.
 
     Raises:
         ValueError: If the model is not compiled: a deepcopy or unpickled model is eager.
@@ -118,8 +118,8 @@ def _broken(entries: list[Entry]) -> Iterator[str]:
     places = Counter((entry.region.__name__, place) for entry in entries if (place := place_of_break(entry.compile_id)))
     for (region, place), count in places.items():
         yield (
-            f"{region}: graph break at {place}, its rest compiled {count} time(s): a branch on data, or a call that "
-            "cannot be traced"
+            f"{region}: graph break at {place}, by a branch on data or a call that cannot be traced; the code after "
+            f"the break compiled {count} time(s)"
         )
 
 
@@ -139,13 +139,13 @@ def _recompiled(plan: Plan) -> Iterator[str]:
     graphs = Counter((entry.region, entry.mode, entry.model_inputs) for entry in entries if entry.graphs)
     for entry in entries:
         if not entry.graphs or entry.varied or place_of_break(entry.compile_id):
-            continue  # the rest after a break is told with its place
+            continue  # ``_broken`` reports code after a graph break
         key, remedy, cls = entry.key, "", entry.region
         if not plan.report.declared:
             found = plan.region_of(entry.name)
             shown = plan.by_call and graphs[cls, entry.mode, entry.model_inputs] <= found.graphs_needed
             if shown or found.region.graphs is not None:
-                continue  # as many as the call needed, or counted against the budget given
+                continue  # no more graphs than the example call needed, or ``_over_budget`` counts them
             # Code mostly branches on a rate of zero.
             zero = Attribute("float", "0.0")
             chosen = tuple(each for each in entry.signature[1] if each[0] in found.choices or each[1] == zero)
@@ -201,18 +201,18 @@ def _not_compiled(
 
 
 def _of_all(group: dist.ProcessGroup, violations: list[str], new: list[Entry]) -> list[str]:
-    """The violations of all processes, and who compiled more than another."""
+    """The violations of all processes, and the processes that compiled more graphs than another."""
     graphs: Counter[str] = Counter()
     for entry in new:
         graphs[f"{entry.region.__name__} in mode {entry.mode}"] += entry.graphs
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (violations, graphs), group=group)
     found = [f"rank {rank}: {each}" for rank, (theirs, _) in enumerate(everyone) for each in theirs]
-    for what in sorted(set().union(*(theirs for _, theirs in everyone))):
-        counts = [theirs[what] for _, theirs in everyone]
+    for region in sorted(set().union(*(theirs for _, theirs in everyone))):
+        counts = [theirs[region] for _, theirs in everyone]
         least = min(counts)
         found += [
-            f"rank {rank} compiled {count} graphs of {what}, other ranks {least}"
+            f"rank {rank} compiled {count} graphs of {region}, other ranks {least}"
             for rank, count in enumerate(counts)
             if count > least
         ]
@@ -224,5 +224,5 @@ def _reason(entry: Entry) -> str:
 
 
 def _breaks() -> Counter[str]:
-    dynamo = sys.modules.get("torch._dynamo.utils")  # which nothing broke without
+    dynamo = sys.modules.get("torch._dynamo.utils")  # if it was not imported, no graph has broken
     return Counter() if dynamo is None else Counter(dynamo.counters["graph_break"])

@@ -37,7 +37,7 @@ class RegionWarning(UserWarning):
     """Something about a model, or the way it is called, will cost graphs or speed."""
 
 
-# Warnings about a compilation, given after it: a warning that a filter turns into an error must not end it.
+# Warnings about a compilation, issued after it: a filter may turn them into errors, which must not end a compilation.
 NOTICES: list[str] = []
 
 
@@ -46,11 +46,11 @@ class RegionError(RuntimeError):
 
 
 class _NoSymbol(Exception):
-    """Dynamo cannot trace a region with what is lifted; the message is its own."""
+    """Dynamo cannot trace a region with its lifted numbers and sizes as symbols; the message is Dynamo's."""
 
 
-# After so many calls that left no entry whose guards pass, a module keeps none: one that changes an attribute in every
-# call never has such an entry.
+# After this many calls that left no reusable entry, a module keeps no more entries: if every call changes an attribute
+# that the guards read, no entry passes in the next call.
 _MOST_MISSES = 8
 # Shapes of its inputs whose entries a module keeps; the oldest is forgotten first, and found again by Dynamo.
 _MOST_SHAPES = 256
@@ -63,10 +63,10 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class RegionCall:
     """What ``module(...)`` runs once ``module``, called ``name`` in messages, is compiled as a region.
 
-    ``fullgraph`` and ``dynamic`` are as ``torch.compile`` takes them, and ``options`` makes its other arguments when
-    something is first compiled. Regions that may break run in several frames, always by Dynamo. ``lifted`` are numbers
-    that are symbols of the graph, None for a region that was declared; with them ``dynamic=None`` learns which sizes
-    vary from this module's own calls.
+    ``fullgraph`` and ``dynamic`` are arguments of ``torch.compile``; ``options`` returns its other arguments at the
+    first compilation. A region that may break runs in several frames, so Dynamo runs all its calls. ``lifted`` names
+    the numbers that are symbols of the graph; it is None for a declared region. With ``lifted``, ``dynamic=None``
+    learns which sizes vary from this module's own calls.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class RegionCall:
         self._own_index = lifted.own_index(module) if lifted else None
         self._varied: frozenset[str] = frozenset()
         if lifted and dynamic is False:
-            dynamic = None  # which would take floats for constants, and sizes are forgotten after each compilation
+            dynamic = None  # False would make floats constants; sizes stay static, since each compilation forgets them
         self._class, self._class_forward = own_class(module), type(module).forward
         self.forward = self._class_forward
         self._fullgraph, self._dynamic = fullgraph, dynamic
         if forward_in_torch_nn(self._class):
             self.forward = _forward_of_ours(self._class)  # type: ignore[arg-type]
-        # Shapes of positional tensors -> guards, code and what it can be saved by, for all modes that were met.
+        # Shapes of positional tensors -> guards, function and origin (see ``add_entry``) of each entry, in all modes.
         self.entries: dict[Any, list[tuple[Any, Callable[..., Any], Any]]] = {}
         self.idle_watch: IdleWatch | None = None
         self._thread = threading.local()
         # How many threads run the hooks around this module's forward.
         self._in_hooks_now, self._counting = 0, threading.Lock()
-        # Of enforce_budget: called with the module after each call.
+        # Callbacks of enforce_budget, which get the module after each call.
         self.on_call: list[Callable[[nn.Module], None]] = []
         self._code: Any = getattr(self.forward, "__code__", None)
         self._misses = 0 if fullgraph and self._code is not None else _MOST_MISSES
@@ -111,7 +111,7 @@ class RegionCall:
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """What ``torch.compile`` returns. It imports Dynamo, which takes seconds that a loaded region need not pay."""
+        """The result of ``torch.compile``, made when needed: it imports Dynamo, seconds that a loaded graph saves."""
         own = self.forward is not self._class_forward
         return self._compiled_forward if own else self._compile(self.module._call_impl)
 
@@ -148,7 +148,7 @@ class RegionCall:
                 with own_items(self._own_index, lifted.items, positional, kwargs) as swapped:
                     result = as_given(self._run(module, tuple(positional.values()), kwargs), swapped)
         except _NoSymbol as reason:
-            # Not everything that takes a number takes a symbol.
+            # Some operations take a number, but no symbol.
             before = self._lifted, self._sizes, self._own_index, self._learns_sizes, self._varied
             self._lifted, self._sizes, self._own_index, self._learns_sizes = Lifted(), None, None, False
             self._varied = frozenset()
@@ -168,7 +168,7 @@ class RegionCall:
 
     @property
     def _in_hooks(self) -> bool:
-        """Whether this thread runs the forward that hooks are around."""
+        """Whether this thread is inside the hooks around the module's forward."""
         return getattr(self._thread, "in_hooks", False)
 
     def _has_hooks(self, module: nn.Module) -> bool:
@@ -178,7 +178,7 @@ class RegionCall:
         return bool(hooks and not self._in_hooks and own)
 
     def _inside_hooks(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run hooks eagerly, as FSDP2's must be, which gather weights before the forward and free them after it."""
+        """Run hooks eagerly around the compiled forward: FSDP2's must gather weights before it and free them after."""
         with self._counting:
             self._in_hooks_now += 1
             module.__dict__["forward"] = self._forward_in_hooks
@@ -191,7 +191,7 @@ class RegionCall:
                     module.__dict__.pop("forward", None)
 
     def _eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module uncompiled; inside of its hooks, its forward alone."""
+        """Run the module uncompiled; if its hooks already run, only its forward."""
         if self._in_hooks:
             return self._class_forward(self.module, *args, **kwargs)
         return self.module._call_impl(*args, **kwargs)
@@ -211,7 +211,7 @@ class RegionCall:
         if entries is not None and not self._needs_dynamo(module):
             arguments = self._bind(module, args, kwargs)
             for guards, run, _ in entries:
-                # Dynamo empties what it drops: after a reset, or when an object that it compared by identity is gone.
+                # Dynamo clears ``cache_entry`` when it drops an entry: after a reset, or if a guarded object was freed.
                 if guards.cache_entry is not None and guards.check(arguments):
                     result = run(module, *args, **kwargs)
                     if self.idle_watch is not None:
@@ -221,12 +221,12 @@ class RegionCall:
 
     def _by_dynamo(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch._C._get_tracing_state() is not None or is_fx_symbolic_tracing():
-            # Eager, as above; asked here alone, since no guard of a tensor passes in a trace.
+            # Eager, as in ``__call__``. It is enough to ask here: in a trace no guard of a tensor passes.
             return self._eagerly(args, kwargs)
         from torch._dynamo import config
 
-        # Hooks inside of a region are guarded, which Dynamo leaves out by default; and the code that it makes does not
-        # ask for a profiler five times in each call.
+        # Guard the hooks inside a region, which Dynamo skips by default. Code that records its overhead looks for a
+        # profiler five times in each call.
         how = configured(config, skip_nnmodule_hook_guards=False, record_runtime_overhead=False, **full_guards())
         with _patching, how, tracing(), only_compiling():
             keeps = self._misses < _MOST_MISSES and not self._needs_dynamo(module)
@@ -287,7 +287,7 @@ class RegionCall:
         self._settled = counters["frames"]["total"] == frames
         if not (settled and self._settled) and (new := self.newly_varied()):
             self._varied |= new
-            if not first and not static:  # or they were marked
+            if not first and not static:  # a caller who marks sizes expects it
                 self._warn_once(
                     lifted,
                     f"{', '.join(sorted(new)[:4])} differed between two calls and became symbolic, one graph for all "
@@ -308,16 +308,16 @@ class RegionCall:
         return self._lifted.varied(self._sizes, owner) - self._varied
 
     def _cannot_compile(self, error: Exception) -> str:
-        """What Dynamo says, with the module, the line of its code and what can be done."""
+        """A message with the module, Dynamo's reason, the line of code and the remedies."""
         cls = own_class(self.module).__name__
         leave = "zoo.uncompile(model)"
         if self._name:
             leave = f"exclude=[{cls}], or {leave} if no other region is left"
         remedy = f"Leave it eager, {leave}, or let its graph break, regions=[zoo.Region({cls}, fullgraph=False), ...]"
-        met = getattr(error, "inner_exception", None)  # by the backend; the machine's faults are not the module's
-        if type(met).__name__ == "InvalidCxxCompiler":
+        cause = getattr(error, "inner_exception", None)  # of the backend, perhaps by a fault of the machine
+        if type(cause).__name__ == "InvalidCxxCompiler":
             remedy = "Install a C++ compiler such as g++, or name one in the environment's CXX"
-        elif isinstance(met, OSError) and not isinstance(met, TimeoutError):
+        elif isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
             remedy = "The compiler writes to TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR: name writable folders"
         if "NestedTensor" in str(error):
             remedy = "nn.TransformerEncoder makes no nested tensors once its use_nested_tensor is False"
@@ -326,7 +326,7 @@ class RegionCall:
         return f"{self._name or 'the model itself'} ({cls}) cannot be compiled as one graph: {_reason(error)}. {remedy}"
 
     def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """The first of Dynamo's entries whose guards pass, as Dynamo looks for it, and the compilations of all."""
+        """The first entry in Dynamo's cache whose guards pass, and the compile ids of all entries."""
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
         entries, arguments = _debug_get_cache_entry_list(self._code), self._bind(module, args, kwargs)
@@ -338,7 +338,7 @@ class RegionCall:
         from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
         new = [each for each in _debug_get_cache_entry_list(self._code) if each.compile_id not in known]
-        if entry is None or new:  # what passed before may be of another backend, which Dynamo does not run
+        if entry is None or new:  # if Dynamo compiled, the entry that passed belongs to another backend and did not run
             entry = new[0] if len(new) == 1 else None
             guards = entry and entry.guard_manager
             if guards is None or guards.cache_entry is None or not guards.check(self._bind(module, args, kwargs)):
@@ -347,7 +347,7 @@ class RegionCall:
             self.add_entry(_shapes(args), entry.guard_manager, entry.code, self.forward.__globals__, traced_of(entry))
 
     def add_entry(self, shapes: Any, guards: Any, code: types.CodeType, space: dict[str, Any], origin: Any) -> None:
-        """Run ``code`` in calls of these shapes whose guards pass; ``origin`` is what it can be saved by."""
+        """Run ``code`` in calls of these shapes whose guards pass; ``origin`` is its trace or saved file, or None."""
         f = self.forward
         run = types.FunctionType(code, space, f.__name__, f.__defaults__, f.__closure__)
         run.__kwdefaults__ = f.__kwdefaults__
@@ -358,7 +358,7 @@ class RegionCall:
         kept.append((guards, run, origin))
 
     def _bind(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name, as guards look them up. What does not fit the signature fails in the call itself."""
+        """Arguments by name, as guards look them up. Arguments that misfit the signature raise later, in the call."""
         given = (module, *args)
         bound = {**self._defaults, **dict(zip(self._names, given, strict=False)), **kwargs}
         for name, cell in self._cells:
@@ -386,7 +386,7 @@ class RegionCall:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward besides its class's, and besides the one that a thread runs hooks by."""
+    """Whether a module has a ``forward`` of its own, other than the temporary one of ``_inside_hooks``."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not RegionCall._forward_in_hooks
 
@@ -403,7 +403,7 @@ def has_stance() -> bool:
 
 
 def outside_of_hooks(module: nn.Module, name: str, said: str) -> str:
-    """A remedy, after a full stop, if what Dynamo said is in a hook of a part of this region; else nothing."""
+    """A sentence with a remedy if Dynamo's message ``said`` names a hook of a module inside this region; else empty."""
     for path, part in module.named_modules(prefix=name):
         hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         outside = part is not module and not forward_in_torch_nn(own_class(part))
@@ -414,9 +414,9 @@ def outside_of_hooks(module: nn.Module, name: str, said: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what Dynamo or a backend says, and the line of user code that it speaks of."""
-    met = getattr(error, "inner_exception", None)
-    said = str(error) if met is None else f"{type(met).__name__}: {met}"
+    """The first line of Dynamo's or a backend's message, and the line of user code that it is about."""
+    cause = getattr(error, "inner_exception", None)
+    said = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
     reason = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
     stack = getattr(error, "real_stack", None) or []
     # Not a line of torch's own code, which the user cannot rewrite.
@@ -426,7 +426,7 @@ def _reason(error: Exception) -> str:
 
 @functools.cache
 def _forward_of_ours(cls: Any) -> Callable[..., Any]:
-    """A function to compile in place of a forward that torch.nn defines, where Dynamo compiles no frame."""
+    """A function to compile in place of a forward that torch.nn defines, since Dynamo skips frames of torch.nn."""
     code = _call.__code__.replace(co_name=cls.__name__)  # entries belong to a code object
     return types.FunctionType(code, _call.__globals__)
 
@@ -435,16 +435,16 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self._call_impl(*args, **kwargs)
 
 
-# What these packages hold is half of what Dynamo guards in a block, and nobody replaces it there.
+# Half of what Dynamo guards in a block are functions and classes of these packages, which nobody replaces.
 _LIBRARIES = {"torch", "triton", "zoo", "builtins", "math", "_operator", "operator", "types", "typing"}
 # A module that Dynamo imported.
 _IS_IMPORTED = re.compile(rf"G\['__import_({'|'.join(_LIBRARIES)})(_dot_\w+)?'\]$").match
 
 
 def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[bool]:
-    """For each guard of a graph: whether it is checked in every call. Its code may be of a library."""
-    # Torch leaves an object in this dict if a guard asks it for an attribute that it lacks. An input would stay in
-    # memory as long as the process, with the history of its gradient.
+    """For each guard of a graph: whether calls check it. ``of_library``: the compiled forward is of ``_LIBRARIES``."""
+    # If a guard asks an object for a missing attribute, torch leaves the object in this dict. An input would stay in
+    # memory as long as the process, with its autograd history.
     values: dict[str, Any] = getattr(sys.modules["torch._dynamo.guards"], "_CLOSURE_VARS", None) or {}
     for name in [each for each in values if each.startswith("tmp")]:
         del values[name]
@@ -454,7 +454,7 @@ def _worth_guarding(guards: Sequence[Any], of_library: bool = False) -> list[boo
     kinds: dict[str, set[str]] = {}
     for each in guards:
         kinds.setdefault(each.name, set()).add(each.guard_type)
-        # Torch builds the guards again and compares what they guard: a NumPy array is a new tensor each time.
+        # Torch rebuilds the guards and compares the guarded objects, but a NumPy array is a new tensor each time.
         each.orig_guard.obj_weakref = None
     return [
         not (each.is_global and each.has_value and is_fixed(each.name, each.guard_type, each.value, held, of_library))
@@ -472,7 +472,7 @@ _IS_CONSTANT_OF_OURS = re.compile(r"G\['__import_zoo_\w+'\]\.\w+(\[\d+\])?$").ma
 
 
 def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
-    """Whether a guard checks what cannot change, or what another one checks; ``kinds`` are guard types by source."""
+    """Whether a guard is redundant: its value cannot change, or another guard checks it. ``kinds``: source -> types."""
     name, kind = guard.name, guard.guard_type
     if kind in ("TYPE_MATCH", "SEQUENCE_LENGTH") and not kinds[name].isdisjoint(("CONSTANT_MATCH", "EQUALS_MATCH")):
         return True  # equal values have one type
@@ -486,9 +486,9 @@ def _is_implied(guard: Any, kinds: dict[str, set[str]]) -> bool:
 
 
 def is_fixed(name: str, kind: str, value: object, held: Mapping[str, Any], of_library: bool) -> bool:
-    """Whether a global is code of a library that nobody replaces, since a library holds it; ``held`` by sources.
+    """Whether a global is library code that a library holds, which nobody replaces; ``held`` are values by source.
 
-    A name of the user's module may be set to another function of torch, and so may what an object or a dict holds.
+    In the user's module, in an object or in a dict, a name may be set to another function of torch.
     """
     if "." in name:
         holder = name.rpartition(".")[0]
@@ -516,7 +516,7 @@ def _shapes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class IdleWatch:
-    """Asks at some region calls whether the GPU has run out of work, and warns once where it mostly has."""
+    """Checks at some region calls whether the GPU is idle, and warns once if it mostly is."""
 
     SAMPLES = 64
     IDLE = 0.75
@@ -559,7 +559,7 @@ def outermost_call(module: nn.Module) -> Any:
 def set_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Let ``module(...)`` run ``call``; None makes the module eager."""
     if call is None:
-        module.__dict__.pop("_compiled_call_impl", None)  # what torch.jit.script finds there it would compile
+        module.__dict__.pop("_compiled_call_impl", None)  # torch.jit.script would compile what it finds there
     else:
         module._compiled_call_impl = call
 

@@ -34,7 +34,7 @@ def is_constant(value: Any) -> bool:
 
 
 def check_leaves(leaves: Iterable[Any]) -> None:
-    """Refuse what cannot be copied in: ValueError for an input that requires grad, TypeError for anything opaque."""
+    """ValueError for a tensor that requires grad, TypeError for anything but strided tensors and plain values."""
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad:
@@ -59,13 +59,13 @@ def make_buffer(leaf: Any) -> torch.Tensor | None:
 
 
 def flatten_outputs(outputs: Any) -> tuple[list[Any], Any]:
-    """Leaves without autograd history, and how they were put together."""
+    """Output leaves without autograd history, and their pytree structure."""
     leaves, spec = pytree.tree_flatten(outputs)
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
 
 
 def tensors_in(values: Iterable[Any], depth: int = 4) -> list[torch.Tensor]:
-    """Tensors in static arguments, some levels deep into containers and plain objects, to learn the device."""
+    """Tensors in values, and at most ``depth`` levels deep in containers and attributes of objects."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -80,8 +80,8 @@ def one_device(tensors: list[torch.Tensor]) -> torch.device:
     """The GPU that holds all tensors on GPUs, or the CPU; ValueError for several GPUs, or without any tensor."""
     if not tensors and torch.cuda.is_available():
         raise ValueError(
-            "no argument, weight or buffer of the step is a tensor, so that nothing says which device it runs on; pass "
-            "what it works on as an argument, static if it is always the same"
+            "no argument, weight or buffer of the step is a tensor, so nothing says which device it runs on; pass "
+            "the tensors that it reads as arguments, and name those that never change in static="
         )
     on_gpu = {tensor.device for tensor in tensors if tensor.is_cuda}
     if len(on_gpu) > 1:
@@ -155,7 +155,7 @@ class WeightsMovedError(RuntimeError):
 
 
 class Weights:
-    """Submodules, their modes and hooks, and addresses of all parameters and buffers of some modules, at one moment."""
+    """A snapshot of modules: submodules, training modes, hooks, and the addresses of all parameters and buffers."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._places: list[tuple[dict[str, Any], str, str]] = []
@@ -191,7 +191,7 @@ class Weights:
         self._held = [value for value in values if isinstance(value, torch.Tensor | list | tuple)]
 
     def _now(self) -> tuple[list[Any], ...]:
-        """Modes and hooks of all modules, their submodules, and addresses. Each replay waits for it: loops in C."""
+        """Modes and hooks of all modules, submodules, and addresses. Loops in C, since each replay waits for them."""
         spaces = self._spaces
         runs = map(len, map(_HOOKS, spaces)), map(len, map(_PRE_HOOKS, spaces)), ["forward" in each for each in spaces]
         modes = zip(map(_TRAINING, spaces), *runs, strict=True)

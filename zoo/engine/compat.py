@@ -31,7 +31,7 @@ _TORCH = _release(torch.__version__)
 
 
 def refuse_old_torch(version: str) -> None:
-    """Raise an ImportError that names the torch that is needed, before code that an old torch lacks fails."""
+    """Raise an ImportError that names the required torch, before the import of something that an old torch lacks."""
     if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(f"zoo needs torch {oldest} or newer, this is torch {version}; pip install --upgrade torch")
@@ -107,7 +107,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_compiling() -> Iterator[None]:
-    """Leave out what makes a compilation longer and serves nobody: garbage collection, and timing of the guards.
+    """Disable two slow and useless parts of a compilation: garbage collection, and the timing of guards.
 
     A compilation makes many objects, and each collection visits those of the whole process. Dynamo empties the
     processor's caches for each graph, to log how long its guards take.
@@ -126,9 +126,9 @@ def only_compiling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def strides_as_compiled() -> Iterator[None]:
-    """Give what ``nn.MultiheadAttention`` returns the strides that it has in compiled code.
+    """Context in which eager ``nn.MultiheadAttention`` returns tensors with the strides of compiled code.
 
-    Before 2.14 they differ where eager code takes its fast path.
+    Before 2.14 its eager fast path returns others, so the fast path is disabled.
     """
     mha = torch.backends.mha
     before = mha.get_fastpath_enabled()

@@ -1,4 +1,4 @@
-"""Compile the regions of a model in place, pay for it when you choose, and undo it."""
+"""Compile the regions of a model in place, compile them ahead of use (warm up), and undo it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from zoo.engine.region import Region
 from zoo.engine.signature import check_model, without_ddp
 from zoo.engine.signature import mode as mode_text
 
-# A warning names a region that compiled for so many shapes of its inputs.
+# Warn of a region that compiled for this many shapes of its inputs.
 MANY_SHAPES = 16
-# And another one a region that compiled for more than so many blocks that could be expected to share a graph.
+# Warn of a region that compiled for more than this many blocks that were expected to share a graph.
 MANY_BLOCKS = 4
 _CUDA_GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -75,7 +75,7 @@ class Plan:
 
     def modules_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """Region modules by name; ValueError if one is gone."""
-        # They are not held: a model that is itself a region would never be freed.
+        # The plan holds names and no modules: a model that is itself a region would never be freed.
         modules = dict(model.named_modules())
         names = [name for found in self.report.regions for name in found.modules]
         if gone := [name for name in names if name not in modules]:
@@ -91,7 +91,7 @@ class Plan:
 
 
 _PLANS: WeakKeyDictionary[nn.Module, Plan] = WeakKeyDictionary()
-# What Dynamo traced of modules that were uncompiled. It keeps their code, which can be saved once it runs again.
+# Traces of modules that were uncompiled: Dynamo keeps their code, which can be saved if it runs again.
 _UNCOMPILED: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
@@ -129,8 +129,8 @@ def compile_regions(
         regions: Regions, exact classes or module paths to compile instead: see ``find_regions``.
         exclude: Classes or module paths to leave eager, with all that is inside of them.
         args: Positional arguments of one call, as ``find_regions`` takes them. With ``args`` or ``kwargs`` the model
-            makes it eagerly: regions, graphs and obstacles are those of that call. Without them a per-layer value of a
-            foreign model is warned of when it costs a graph.
+            makes it eagerly: regions, graphs and obstacles are those of that call. Without them a model that declares
+            no regions is warned of a per-layer value only when this costs a graph.
         kwargs: Keyword arguments of that call.
         inputs: Deprecated, as in ``find_regions``.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
@@ -138,9 +138,9 @@ def compile_regions(
         backend: A ``torch.compile`` backend.
         options: Backend options, as ``torch.compile`` takes them; not together with ``mode``.
         dynamic: ``False`` compiles one graph for each shape, ``True`` one with symbolic sizes. ``None`` is ``False``
-            for a model that declares its regions. For others the first shape of a module is static, and the sizes in
-            which a second differs turn symbolic, with a ``RegionWarning``. A region's own ``dynamic`` comes before
-            ``False``.
+            for a model that declares its regions. For other models a module's first shape is static, and sizes that
+            differ in a later call become symbolic, with a ``RegionWarning``. A region's own ``dynamic`` overrides
+            ``None`` and ``False``.
         fullgraph: ``False`` lets graphs break inside a region. Only for models that cannot be changed.
 
     Returns:
@@ -152,8 +152,8 @@ def compile_regions(
         ValueError: If a region matches nothing, is a list that nothing calls, or is nested in another; if it needs more
             graphs than its budget or reads a per-layer value (for a model that declares its regions; others get a
             ``RegionWarning``); if something is compiled already; if ``mode``, ``options`` or ``backend`` turn CUDA
-            graphs on; if a region has parameters without a shape yet. What the compiler refuses is a ``RegionError`` of
-            the first call.
+            graphs on; if a region has parameters without a shape yet. If the compiler refuses a region, the first call
+            raises a ``RegionError``.
     """
     if not isinstance(dynamic, bool | None):
         raise TypeError(f"dynamic is {dynamic!r}, expected True, False or None")
@@ -393,13 +393,13 @@ def _options(region: Region, choices: Choices, backend: Any, dynamic: bool | Non
     options = {"size_asserts": False, **region.options, **(options or {})}
     try:
         return {"backend": DirectOrInductor(options, dynamic, fullgraph), **limit}
-    except RuntimeError as error:  # which lists hundreds of options
+    except RuntimeError as error:  # its message lists hundreds of options
         wrong = str(error).partition(", known options")[0]
-        raise ValueError(f"{wrong}; torch._inductor.list_options() lists those that there are") from error
+        raise ValueError(f"{wrong}; torch._inductor.list_options() lists the known options") from error
 
 
 def _judge(model: nn.Module, report: RegionReport) -> None:
-    """Refuse what would silently be slow in a model that declares its regions; warn of it in any other."""
+    """Raise if obstacles or excess graphs would make a model that declares regions slow; warn for any other model."""
     complaints = [str(obstacle) for obstacle in report.obstacles if obstacle.certain or report.declared]
     complaints += [
         f"{found.name}: needs {found.graphs_needed} graphs, its budget is {found.budget}"
@@ -414,7 +414,7 @@ def _judge(model: nn.Module, report: RegionReport) -> None:
 
 
 def _warn_of_excess(entry: Entry) -> None:
-    """Warn once of an obstacle that has cost a second graph for one kind of input, and of many kinds of input."""
+    """Warn, once each, of an obstacle that cost a second graph, of many input shapes, and of blocks that share none."""
     model, plan = next((each for each in _PLANS.items() if each[1].log_id == entry.model), (None, None))
     # A graph that took no time was loaded: no call of Dynamo follows, which would give the warning.
     if model is None or plan is None or entry.backward or not entry.seconds:
@@ -427,8 +427,8 @@ def _warn_of_excess(entry: Entry) -> None:
     if "shapes" not in plan.told and len({e.inputs for e in alike}) >= MANY_SHAPES:
         plan.told.add("shapes")
         remedy = "pad them to fewer shapes, or zoo.compile_regions(model, dynamic=True)"
-        by_code = not (plan.report.declared or plan.report.given or plan.by_call)
-        if by_code and len({e.name for e in alike}) > MANY_BLOCKS:  # not the first block alone, once for each call
+        discovered_without_call = not (plan.report.declared or plan.report.given or plan.by_call)
+        if discovered_without_call and len({e.name for e in alike}) > MANY_BLOCKS:  # not one block in many calls
             call = "zoo.compile_regions(model, kwargs=...)"
             remedy = f"with the inputs of a call, {call} finds a larger block if the call repeats one; else {remedy}"
         NOTICES.append(
@@ -446,7 +446,7 @@ def _warn_of_excess(entry: Entry) -> None:
         NOTICES.append(f"{plan.report.model}: {graphs} graphs compiled for {places}, where one would do: {obstacle}")
     elif name not in plan.told and len(alike) > MANY_BLOCKS and found.region.graphs is None:
         plan.told.add(name)
-        # Of the one before: Dynamo notes the reason of a compilation after this.
+        # The reason of the previous compilation: Dynamo records the reason of this one later.
         reason = (recompile_reason(alike[-2].compile_id) or "unknown").splitlines()[0]
         NOTICES.append(
             f"{plan.report.model}: {graphs} graphs compiled for {places}, blocks of one structure with inputs of one "

@@ -1,4 +1,4 @@
-"""Outer CUDA graphs: of a step by an example, or of a module when its calls repeat."""
+"""CUDA graphs around whole calls: of a step with example arguments, or of a module once its calls repeat."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class CapturingCall:
 
     The first call of a kind runs as before, and compiles. The second one captures, later ones replay. A kind is the
     shapes, dtypes and devices of all tensors, the values of all else, and the grad, inference, autocast and training
-    modes. Arguments that the module's class names in ``static_arguments`` are not copied in: a kind is that object.
-    At most ``most_graphs`` kinds are captured. ``clone_outputs``: outputs are safe from the next call.
+    modes. Arguments that the module's class names in ``static_arguments`` are not copied in: another object is another
+    kind. At most ``most_graphs`` kinds are captured. With ``clone_outputs`` the next call overwrites no output.
     """
 
     def __init__(self, module: nn.Module, most_graphs: int, clone_outputs: bool) -> None:
         self.captures = Captures()
         self._module = module
         self._call: Callable[..., Any] = outermost_call(module) or module._call_impl
-        self.__wrapped__ = self._call  # where the regions' calls are looked for
+        self.__wrapped__ = self._call  # here ``call_of`` finds a region's call
         self._most_graphs = most_graphs
         self._clone_outputs = clone_outputs
         self._lock = threading.Lock()
@@ -73,12 +73,12 @@ class CapturingCall:
         if torch.compiler.is_compiling() or _is_watched():
             return self._call(*args, **kwargs)
         if not self._lock.acquire(blocking=False):
-            return self._plainly("another call was running; let threads take turns, by a lock", args, kwargs)
+            return self._plainly("another call was running; let threads take turns with a lock", args, kwargs)
         try:
             return self._replay(args, kwargs)
         except _Uncapturable as reason:
             outputs = self._plainly(str(reason), args, kwargs)
-            if reason.kind is not None:  # the call itself is right
+            if reason.kind is not None:  # the plain call has succeeded, so the fault is the capture's
                 self._refused[reason.kind] = str(reason)
                 _forget_oldest(self._refused)
             return outputs
@@ -86,6 +86,7 @@ class CapturingCall:
             self._lock.release()
 
     def _plainly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run without a CUDA graph, count the reason, and warn of it the first time."""
         if reason not in self.captures.uncaptured:
             message = f"{type(self._module).__name__} runs without a CUDA graph: {reason}"
             warnings.warn(message, RegionWarning, stacklevel=4)
@@ -114,7 +115,7 @@ class CapturingCall:
             if len(self._steps) >= self._most_graphs:
                 raise _Uncapturable(f"{self._most_graphs} kinds of call are captured; raise most_graphs for more")
         if any(isinstance(each, Tensor) and (each.device != device or each.requires_grad) for each in leaves):
-            # Replays would not read a tensor on the host again. Gradients are not recorded here.
+            # Replays would not read a tensor on the host again. Detached, since a capture records no gradients.
             args = tuple(_to(value, device) if place not in static else value for place, value in enumerate(args))
             kwargs = {name: _to(value, device) if name not in static else value for name, value in kwargs.items()}
         try:
@@ -193,7 +194,7 @@ def _forget_oldest(kinds: dict[Any, Any]) -> None:
 
 
 class _Uncapturable(Exception):
-    """Why a call runs without a CUDA graph; ``kind`` is given if all calls of that kind do."""
+    """Why a call runs without a CUDA graph; ``kind`` is given if the reason holds for all calls of that kind."""
 
     def __init__(self, reason: str, kind: Any = None) -> None:
         super().__init__(reason)
@@ -202,7 +203,7 @@ class _Uncapturable(Exception):
 
 @contextlib.contextmanager
 def _without_traces(module: nn.Module) -> Iterator[None]:
-    """The runs before a capture leave no trace in buffers. CaptureError if one was replaced, or a parameter written."""
+    """Restore buffers after the runs of a capture. CaptureError if a run replaced a buffer or wrote to a parameter."""
     versions = [(each, each._version) for each in module.parameters() if not each.is_inference()]
     with buffers_restored(module) as stores:
         yield
@@ -236,10 +237,10 @@ def cuda_graph(
     ``zoo.captures`` counts them. Weights that are moved or replaced are captured again. Python attributes that the
     module reads keep the values of the capture. ``zoo.uncompile`` undoes it; a deep copy or a pickle is without it.
 
-    With an example, a step is returned that copies new inputs in and replays; a RegionWarning names an input that it
-    writes to, since the caller's tensor stays as it is. It is run ``warmup`` times on a side stream first, and whatever
-    is lazily compiled compiles then. Grad mode, inference mode and autocast are those of this call, as is the device of
-    the inputs. Random state is registered: each replay draws new dropout, and a seed gives what eager would.
+    With example arguments, the result is a step that copies new inputs in and replays. A RegionWarning names an input
+    that the step writes to, since the caller's tensor does not change. ``fn`` first runs ``warmup`` times on a side
+    stream, which triggers lazy compilation. Replays keep this call's grad mode, inference mode, autocast and device.
+    Random state is registered: each replay draws new dropout, and a seed gives the numbers of an eager run.
 
     Args:
         fn: A module or function whose work has static shapes and never synchronises.
@@ -262,8 +263,8 @@ def cuda_graph(
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static; if
             ``args``, ``kwargs``, ``static`` or a bucket has another form than above.
-        ValueError: If an input requires grad, two buckets have the same shapes, or nothing that the step is given says
-            on which device it runs; if the module's calls are captured already, or ``most_graphs`` is not positive.
+        ValueError: If an input requires grad, two buckets have the same shapes, or no tensor tells the step's device;
+            if the module's calls are captured already, or ``most_graphs`` is not positive.
     """
     example = checked_example(args, kwargs)
     if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:

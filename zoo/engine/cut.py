@@ -1,4 +1,4 @@
-"""Where to cut a model that declares no regions."""
+"""Choose the regions of a model that declares none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from zoo.engine.signature import forward_in_torch_nn, own_class, own_structure
 
-# In layers compiled: the call of a region, and a layer that runs eagerly with the operations around it.
+# Cost of a region's call, and of a layer that runs eagerly with the operations around it, in layers to compile.
 _CALL = 1
 _EAGER = 2
-# A class is a region if it reduces the cost of its layers to at most this part of their eager cost.
+# A class is a region if it reduces the cost of its layers to at most this fraction of their eager cost.
 _WORTHWHILE = 0.75
-# And if it holds at least this part of the model's layers.
+# And if it holds at least this fraction of the model's layers.
 _SHARE = 0.01
-# And, for a container of torch's, if its distinct blocks hold at most this part of its layers.
+# And, for a container class of torch, if its distinct blocks hold at most this fraction of its layers.
 _DISTINCT = 0.82
-# Where transformers and diffusers name their blocks.
+# Attributes in which transformers and diffusers name their block classes.
 _MARKS = ("_no_split_modules", "_repeated_blocks")
 
 
@@ -41,14 +41,14 @@ class _Part:
 
 
 class Cut:
-    """The classes of a model to compile as regions, chosen so that the least is left to compile and to call.
+    """The classes of a model to compile as regions, chosen for the least cost of compiling and calling them.
 
-    A layer is a module with a weight of two or more dimensions, embeddings apart. Each distinct block counts the layers
-    in it, each call of a region one, and each layer outside of all regions two. A class is a candidate if two of its
-    copies have the same structure, or if one is called twice; it is taken or left as a whole. Where no such class is
-    taken, those of ``torch.nn`` that are made of modules, such as ``nn.Sequential``, are candidates if their copies do
-    not mostly differ. Where nothing repeats, a class that is alone in an ``nn.ModuleList`` is taken: the model may call
-    that block again and again.
+    The cost is the number of layers in each distinct block, plus one for each call of a region, plus two for each layer
+    outside of all regions. A layer is a module with a weight of two or more dimensions, except an embedding. A class is
+    a candidate if two of its copies have the same structure, or if one is called twice; it is taken or left as a whole.
+    If no candidate is taken, classes of ``torch.nn`` that contain modules, such as ``nn.Sequential``, are candidates
+    unless their copies mostly differ. If nothing repeats, a class that is alone in an ``nn.ModuleList`` is taken, since
+    the model may call that block several times.
     ``calls``: how often one call of the model calls each module; by default, as often as its list holds it.
     """
 
@@ -90,17 +90,18 @@ class Cut:
             self.classes = [cls for cls in copies if cls in alone - of_torch]
 
     def _choose(self, candidates: list[type[nn.Module]]) -> None:
+        """Add classes as long as the cost falls, then drop those that no longer pay."""
         added = True
         while added:
             added = False
             for cls in candidates:
-                if cls not in self.classes and self._count([*self.classes, cls]) < self._count(self.classes):
+                if cls not in self.classes and self._cost([*self.classes, cls]) < self._cost(self.classes):
                     self.classes.append(cls)
                     added = True
         # A class may not pay any more once others contain most of its copies.
         for cls in reversed(self.classes):
             rest = [other for other in self.classes if other is not cls]
-            if not self._worthwhile(cls) or self._count(rest) <= self._count(self.classes):
+            if not self._worthwhile(cls) or self._cost(rest) <= self._cost(self.classes):
                 self.classes = rest
 
     def regions(self) -> dict[type[nn.Module], dict[str, nn.Module]]:
@@ -120,7 +121,7 @@ class Cut:
         pays = compiled + _CALL * calls <= _WORTHWHILE * _EAGER * layers
         return repeats and pays and layers >= _SHARE * self._root.layers
 
-    def _count(self, classes: list[type[nn.Module]]) -> float:
+    def _cost(self, classes: list[type[nn.Module]]) -> float:
         parts = [*_outermost(self._root, classes)]
         compiled = {part.kind: part.layers for part in parts if part.cls in classes}
         run = sum(part.calls * (_CALL if part.cls in classes else _EAGER * part.own_layer) for part in parts)
@@ -159,6 +160,6 @@ def _outermost(part: _Part, classes: Collection[type[nn.Module]] = ()) -> Iterat
 
 
 def _repeated(part: _Part) -> set[str]:
-    """Names of the classes of several layers that occur more than once inside a module."""
+    """Names of the classes with several layers of which a module contains more than one."""
     counts = Counter(inner.cls.__name__ for inner in _outermost(part) if inner.layers > 1)
     return {name for name, count in counts.items() if count > 1}

@@ -45,8 +45,8 @@ _VIEWS = _ALLOCATIONS | {
 class DirectOrInductor(torch._TorchCompileInductorWrapper):
     """A ``torch.compile`` backend: graphs with nothing to fuse run as they are, Inductor compiles the others.
 
-    Takes the arguments of ``torch.compile(backend="inductor")``. Dynamo only reuses
-    code of an equal backend; a model that allows no graph breaks cannot use code that has some.
+    Takes the arguments of ``torch.compile(backend="inductor")``. Dynamo reuses code of an equal backend alone, so
+    ``fullgraph`` is compared: a model that allows no graph breaks cannot use code that has some.
     """
 
     def __init__(self, options: dict[str, Any] | None, dynamic: bool | None, fullgraph: bool) -> None:
@@ -68,7 +68,7 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
         copy_overwritten_inputs(model_)
         inductor = self
         if any(free_unbacked_symbols(node.meta.get("example_value")) for node in model_.graph.nodes):
-            # Sizes that depend on data get their names in a backward where they are asserted.
+            # In a backward, these assertions define the names of sizes that depend on data.
             inductor = copy.copy(self)
             inductor.config = {**self.config, "size_asserts": True}
         compile = super(DirectOrInductor, inductor).__call__
@@ -77,10 +77,10 @@ class DirectOrInductor(torch._TorchCompileInductorWrapper):
 
 
 def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
-    """True if a graph is of library calls and kernels of the zoo, and no pointwise operation reads another's result.
+    """Whether a graph has only library calls, zoo kernels and pointwise operations that do not read each other.
 
-    The operations in the two halves of an autograd function do not count. A graph without kernels may have one
-    pointwise operation, but none that torch computes by several.
+    Operations inside an autograd function do not count. A graph without kernels may have one pointwise operation at
+    most, which must be a single operator of torch.
     """
     from torch._functorch.autograd_function import autograd_function_apply
 
@@ -116,10 +116,10 @@ def has_nothing_to_fuse(graph: fx.GraphModule) -> bool:
 
 
 def _view_once(graph: fx.Graph, of_gradients: bool) -> None:
-    """Make a chain of views one view of the tensor below it, and leave out what changes nothing.
+    """Replace each chain of views by one view of its base, and remove views that change nothing.
 
     A view takes the host as long as a fifth of a product. An output that shares memory with an input or with another
-    output is viewed as it was written, so that autograd knows, unless the outputs are gradients.
+    output keeps its views, so that autograd sees them, unless the outputs are gradients.
     """
     roots: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -153,7 +153,7 @@ def _view_once(graph: fx.Graph, of_gradients: bool) -> None:
 
 
 def _source(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node views, perhaps as one of several views."""
+    """The tensor that a node is a view of, also if the node picks one of several views."""
     if not _moves_nothing(node) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source: Any = node.args[0]
@@ -174,7 +174,7 @@ def _has_fixed_layout(tensor: Tensor) -> bool:
 def _replace(graph: fx.Graph, node: fx.Node, call: Any, args: tuple[Any, ...], named: Any = None) -> None:
     with graph.inserting_before(node):
         new = graph.call_function(call, args, named)
-    new.meta.update(node.meta)  # a launch asks of its tensors what they are
+    new.meta.update(node.meta)  # ``_launch`` reads the example of each of its tensors
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
@@ -201,7 +201,7 @@ def _allocated(node: fx.Node, gpu: torch.device | None) -> Tensor | None:
 
 
 def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
-    """Allocate a tensor that a kernel fills in the layout of its first view: the kernel reads its address alone."""
+    """Allocate a kernel's output in the layout of its first view, which saves the view: kernels read addresses."""
     view = _compilers_own("_reinterpret_tensor")
     for node in graph.nodes:
         views = [each for each in node.users if each.target is view]
@@ -217,7 +217,7 @@ def _allocate_as_viewed(graph: fx.Graph, gpu: torch.device | None) -> None:
 
 
 def _call_libraries(graph: fx.Graph) -> None:
-    """Convolutions, and ``F.linear`` on rows, as the call behind them.
+    """Replace convolutions, and ``F.linear`` on matrices, by the lower-level calls that they make.
 
     ``torch.convolution`` and ``torch.addmm`` take the host two thirds of the time of ``torch.conv2d`` and ``F.linear``.
     """
@@ -230,22 +230,22 @@ def _call_libraries(graph: fx.Graph) -> None:
         out, x, matrix = (each.meta["example_value"] for each in (node, rows, weight))
         if x.dim() == matrix.dim() == 2 and x.dtype == matrix.dtype == out.dtype:  # under autocast they differ
             with graph.inserting_before(node):
-                turned = graph.call_method("t", (weight,))
-            turned.meta["example_value"] = matrix.detach().t()
-            product = (torch.mm, (rows, turned)) if bias is None else (torch.addmm, (bias, rows, turned))
+                transposed = graph.call_method("t", (weight,))
+            transposed.meta["example_value"] = matrix.detach().t()
+            product = (torch.mm, (rows, transposed)) if bias is None else (torch.addmm, (bias, rows, transposed))
             _replace(graph, node, *product)
 
 
 def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
-    """Write a convolution of a batch as cuDNN's where torch would call that, and as ``torch.convolution`` elsewhere.
+    """Replace a convolution of a batch by cuDNN's where torch would call cuDNN, else by ``torch.convolution``.
 
-    One whose padding is a word, as in ``padding="same"``, stays as it is.
+    A convolution whose padding is a string, such as ``padding="same"``, is left unchanged.
     """
     names = ["input", "weight", "bias", "stride", "padding", "dilation", "groups"]
     if node.target is _aten.convolution.default:
         names[6:] = ["transposed", "output_padding", "groups"]
-    usual = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "transposed": False}
-    given: dict[str, Any] = {**usual, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    defaults = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1, "transposed": False}
+    given: dict[str, Any] = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
     x, weight, bias, *geometry = (given[name] for name in names[:6])
     alike = {each.meta["example_value"].dtype for each in (node, x, weight, bias) if each is not None}
     # Autocast casts the arguments of torch.conv2d, and not those of torch.convolution.
@@ -259,7 +259,7 @@ def _call_convolution(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _suits_cudnn(images: Tensor) -> bool:
-    """Whether torch gives convolutions of these to cuDNN whatever its settings of precision are."""
+    """Whether torch computes convolutions of these images by cuDNN, whatever its precision settings are."""
     if images.device.type != "cuda" or torch.version.hip is not None or not _has_fixed_layout(images):
         return False
     if images.dtype == torch.bfloat16 and torch.cuda.get_device_capability(images.device) < (8, 0):
@@ -268,12 +268,11 @@ def _suits_cudnn(images: Tensor) -> bool:
 
 
 def convolution_by_cudnn(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """``torch.convolution`` in half precision by cuDNN: the host saves torch's choice among libraries in each call."""
-    settings = torch._C
-    if not settings._get_cudnn_enabled():
+    """``torch.convolution`` in half precision by cuDNN; saves the host torch's choice among libraries in each call."""
+    if not torch._C._get_cudnn_enabled():
         return torch.convolution(x, weight, None, stride, padding, dilation, False, (0, 0), 1)
-    deterministic = settings._get_cudnn_deterministic() or settings._get_deterministic_algorithms()
-    benchmark = settings._get_cudnn_benchmark()
+    deterministic = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    benchmark = torch._C._get_cudnn_benchmark()
     return torch.cudnn_convolution(x, weight, padding, stride, dilation, 1, benchmark, deterministic, False)
 
 
@@ -284,7 +283,7 @@ def _launches(node: fx.Node) -> bool:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether a launch is of a ``Kernel``, which can be bound, without a choice between configurations."""
+    """Whether a launch is of a zoo ``Kernel``, which can be bound; an autotuner of several configurations is none."""
     from zoo.engine.kernel import Kernel
 
     return isinstance(_kernel(node.kwargs["kernel_idx"])[0], Kernel)
@@ -298,7 +297,7 @@ def _kernel(index: Any) -> tuple[Any, dict[str, Any]]:
     configs: list[Any] = getattr(kernel, "configs", [])
     if len(configs) != 1:
         return kernel, {}
-    # Dynamo makes a choice of one configuration of a launch with num_warps=.
+    # Dynamo wraps a kernel launched with num_warps= in an autotuner of one configuration.
     given = {name: getattr(configs[0], name) for name in ("num_warps", "num_stages")}
     return kernel.fn, {name: value for name, value in given.items() if value is not None}
 
@@ -318,26 +317,26 @@ def _is_library(node: fx.Node) -> bool:
 def run_directly(graph: fx.GraphModule) -> Run | None:
     """Straight-line Python for a graph that :func:`has_nothing_to_fuse`; same results and gradients as eager code.
 
-    The graph's kernels are compiled when this returns. None where Inductor is needed for the gradients.
+    The graph's kernels are compiled when this returns. None if the gradients need Inductor.
     """
     kernels: list[tuple[Any, list[Any], dict[str, Any]]] = []
     inputs = [each.meta.get("example_value") for each in graph.graph.nodes if each.op == "placeholder"]
     tensors = [each for each in inputs if isinstance(each, Tensor)]
     gpus = {each.device for each in tensors if each.device.type == "cuda"}
     gpu = gpus.pop() if len(gpus) == 1 else None
-    switches = any(each.target is torch._C._set_grad_enabled for each in graph.graph.nodes)
+    switches_grad = any(each.target is torch._C._set_grad_enabled for each in graph.graph.nodes)
 
-    def line(half: fx.GraphModule, boxed: bool = False) -> Run:
+    def program(half: fx.GraphModule, boxed: bool = False) -> Run:
         run = _straight_line(half, gpu, kernels, boxed)
         return run if gpu is None else _on(gpu, run)
 
-    if (switches or torch.is_grad_enabled()) and any(each.requires_grad for each in tensors):
-        if switches or (halves := trace_halves(graph)) is None:
+    if (switches_grad or torch.is_grad_enabled()) and any(each.requires_grad for each in tensors):
+        if switches_grad or (halves := trace_halves(graph)) is None:
             return None
         read = [bool(each.users) for each in halves.backward.graph.find_nodes(op="placeholder")]
-        run = _function(line(halves.forward), line(halves.backward, boxed=True), read, halves.learns)
+        run = _function(program(halves.forward), program(halves.backward, boxed=True), read, halves.learns)
     else:
-        run = line(graph)
+        run = program(graph)
     if kernels:
         from zoo.engine.kernel import compile_together
 
@@ -346,7 +345,7 @@ def run_directly(graph: fx.GraphModule) -> Run | None:
 
 
 def recorded(maker: Callable[..., Run]) -> Run:
-    """Make ``maker`` add a ``recipe`` to the function that it returns: an artifact stores that in its place."""
+    """Make ``maker`` set itself and its arguments as ``recipe`` of its result, for artifacts to store in its place."""
 
     @functools.wraps(maker)
     def make(*args: Any) -> Run:
@@ -379,9 +378,9 @@ def _on(gpu: torch.device, run: Run) -> Run:
 
 
 def _straight_line(graph: fx.GraphModule, gpu: torch.device | None, kernels: list[Any], boxed: bool = False) -> Run:
-    """A graph as a function of its inputs or, ``boxed``, of a list of them, which it empties to free each in time."""
+    """A graph as a function of its inputs or, if ``boxed``, of a list that it empties, to free each input early."""
     for node in graph.graph.find_nodes(op="call_function", target=operator.pow):
-        node.target = pow  # FX writes the other as -1 ** n, which is -(1 ** n)
+        node.target = pow  # FX would print operator.pow(-1, n) as -1 ** n, which is -(1 ** n)
     _call_libraries(graph.graph)
     _view_once(graph.graph, of_gradients=boxed)
     _allocate_as_viewed(graph.graph, gpu)
@@ -461,15 +460,16 @@ def _launching(kernel: Any, tiles: list[Any], options: dict[str, Any]) -> Callab
 
 
 def _at_its_address(tensor: fx.Node) -> fx.Node:
-    """The tensor that one is a view of, if they begin at one address: a bound launch asks for no more."""
+    """The base of a view that begins at the base's address, else the tensor: a bound launch needs only the address."""
     starts = tensor.target is _compilers_own("_reinterpret_tensor") and tensor.args[3] == 0
     return tensor.args[0] if starts else tensor  # type: ignore[return-value]
 
 
 def _described(argument: Any, tile: list[int] | None = None) -> Any:
-    """An argument of a launch as a kernel is compiled for it.
+    """The property of a launch's argument that a kernel is compiled for.
 
-    That is the dtype of a tensor, a descriptor of one without data if it is read by tiles, the size that a symbol has.
+    For a tensor it is the dtype or, if read by tiles, a descriptor without data; for a symbol, the current size; for
+    anything else, the value.
     """
     value: Any = argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
     if isinstance(value, torch.SymInt | torch.SymFloat):
@@ -494,7 +494,7 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
             ctx.save_for_backward(*tensors)
             ctx.layouts = [(each.shape, each.stride(), each.dtype, each.device) for each in outputs]
             ctx.mark_non_differentiable(*(outputs[place] for place in constant))
-            # Zeros for the gradients of outputs that nobody reads would be a launch each.
+            # Else each output that nobody reads would cost a launch, to fill its gradient with zeros.
             ctx.set_materialize_grads(False)
             return outputs
 
@@ -510,14 +510,14 @@ def _function(forward: Run, backward: Run, read: Sequence[bool], learns: Sequenc
             with torch._C._DisableAutocast():
                 return backward(given)
 
-    # Torch's own apply looks in every argument for what a transform of torch.func left there. The one in C takes no
-    # recipe, so a function is around it.
+    # Torch's apply in Python searches every argument for wrappers of torch.func. The one in C takes no ``recipe``
+    # attribute, so a function is around it.
     in_c = super(torch.autograd.Function, Function).apply
     return lambda *args: in_c(*args)
 
 
 def _laid_out(grad: Tensor | None, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A gradient in the layout of its output: the backward was traced for no other."""
+    """A gradient, zeros if None, in the layout of its output, which the backward was traced for."""
     if grad is None:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
     return grad if grad.stride() == stride else grad.new_empty_strided(shape, stride).copy_(grad)

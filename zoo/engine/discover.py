@@ -1,4 +1,4 @@
-"""What can be compiled on its own, and what stands in its way."""
+"""Find the regions of a model, predict their graphs, and name what would cost more graphs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def has_library_hook(module: nn.Module) -> bool:
 class Obstacle:
     """Something that costs graphs or hides a region from the compiler, and what to do about it.
 
-    ``certain`` is False where the cost depends on a branch that no call has shown to be taken; ``expected`` is True
-    where the model is meant to have this cost, which is only reported.
+    ``certain`` is False if the cost depends on a branch that no call has shown to be taken; ``expected`` is True if
+    the cost is part of the model's design, and reported without a warning.
     """
 
     region: str
@@ -63,12 +63,12 @@ class Obstacle:
 class FoundRegion:
     """One region of a model: its modules by signature.
 
-    ``signatures`` holds a tuple of module names for each distinct signature, in model order; with inputs given, a
-    module that meets several kinds of input stands in several of them. ``device_share`` is the region's part of the
-    model's device time, 0 to 1, or None when it was not measured; ``weight_share`` its part of the model's weights,
-    those of ``nn.Embedding`` apart, which are looked up and not multiplied. ``at_least`` says that there may be more
-    graphs: dicts or objects that ``forward`` reads hold other values in some modules. ``choices`` are the attributes
-    that choose code, with two values in its modules.
+    ``signatures`` holds a tuple of module names for each distinct signature, in model order; with an example call, a
+    module that gets several kinds of input is in several tuples. ``device_share`` is the region's fraction of the
+    model's device time, or None if it was not measured. ``weight_share`` is its fraction of the model's weights, except
+    those of ``nn.Embedding``, which are looked up and not multiplied. ``at_least`` says that more graphs may be needed,
+    for example if objects that ``forward`` reads hold other values in some modules. ``choices`` are attributes that
+    select code: those with two values in the modules.
     """
 
     region: Region
@@ -161,10 +161,9 @@ def find_regions(
     Args:
         model: Any module, the zoo's or not.
         regions: Regions, classes or module paths to use; in a path ``*`` stands for one part, as in ``"layers.*"``.
-            Left out, the model's own ``regions`` are taken. For a model that declares none they are those of the models
-            inside of it, and discovered in its other parts: of the repeated classes, those that leave least to compile
-            and to call. Each distinct block counts the layers in it, each call of a region one, each layer outside of
-            regions two.
+            The default is the model's own ``regions``. For a model that declares none, it is the regions that models
+            inside of it declare, and in its other parts the repeated classes with the least cost. The cost is the
+            layers of each distinct block, plus one for each call of a region and two for each layer outside of regions.
         exclude: Classes or module paths to leave out, with all that is inside of them.
         args: Positional arguments of one call. With ``args`` or ``kwargs`` the model runs eagerly, in its mode (with
             gradients in training), so that a block that is called several times is discovered, layers that differ only
@@ -191,7 +190,7 @@ def report_on(
 ) -> tuple[RegionReport, dict[Region, Lifted]]:
     """The report of ``find_regions`` on the modules that ``resolve`` chose, and each region's symbols.
 
-    Those are numbers that differ from block to block; none where the regions are the model's own.
+    The symbols are numbers that differ from block to block; there are none if the model declares the regions.
     """
     declared = regions is None and bool(declared_regions(model))
     lifted = {region: Lifted() if declared else lifted_in(modules.values()) for region, modules in chosen.items()}
@@ -376,7 +375,7 @@ def nothing_repeats(model: nn.Module) -> str:
     """Why no region is discovered in this model; a message adds what to do."""
     if repeated := Cut(model).repeated:
         names = ", ".join(cls.__name__ for cls in repeated[:4])
-        return f"what repeats in it ({names}) is too small or too varied to gain by regions; use torch.compile(model)"
+        return f"its repeated blocks ({names}) are too small or too varied to gain by regions; use torch.compile(model)"
     alike = "occurs twice with weights of the same shapes and requires_grad"
     reason = f"no block repeats: no class but those of torch.nn {alike}"
     once = dict(model.named_modules())

@@ -28,10 +28,10 @@ from zoo.engine.signature import Attribute, input_kinds, mode, own_class, signat
 class Entry:
     """One compilation of one region.
 
-    ``graphs`` is what reached the backend (0: nothing was captured). ``inputs`` and ``model_inputs`` are kinds of
-    input, hashable, and ``model_sizes`` how many sizes the model says that its regions are given in the call;
-    ``seconds`` is the forward's compile time, a backward compiled later is an entry of its own with ``backward=True``
-    and no graph. ``varied`` names the sizes and numbers of inputs that turned symbolic by it.
+    ``graphs`` counts graphs that reached the backend; 0 if Dynamo captured none. ``inputs`` and ``model_inputs`` are
+    the hashable kinds of input of the region and of the model; ``model_sizes`` is the result of ``region_sizes`` of the
+    model. ``seconds`` is the forward's compile time; a backward compiled later has its own entry, with
+    ``backward=True`` and no graph. ``varied`` names the inputs' sizes and numbers that it made symbolic.
     """
 
     compile_id: str
@@ -85,7 +85,7 @@ class GraphLog:
 
         if self._start not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(self._start)
-            # Dynamo remembers 64 compilations otherwise, and of older ones no reason and no place of a break.
+            # Dynamo's default is 64 compilations; the reasons and graph breaks of older ones would be lost.
             set_compilation_metrics_limit(4096)
         if self._end not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(self._end)
@@ -125,15 +125,15 @@ class GraphLog:
         return any(e.graphs and e.mode.partition(", ")[2] == grad and alike(e.structure) == built for e in self.entries)
 
     def _start(self, args: Any) -> None:
-        number, now, opened = args.compile_id, time.perf_counter(), None
+        compile_id, now, opened = args.compile_id, time.perf_counter(), None
         if args.callback_trigger.name == "DYNAMO":
-            opened = self._entry(number, graphs=_unique_graphs(), seconds=now)
+            opened = self._entry(compile_id, graphs=_unique_graphs(), seconds=now)
             self._warn_of_another_compiler()
         elif args.callback_trigger.name == "LAZY_BACKWARD":
-            forward = next((each for each in reversed(self.entries) if each.compile_id == number), None)
+            forward = next((each for each in reversed(self.entries) if each.compile_id == compile_id), None)
             opened = forward and replace(forward, graphs=0, seconds=now, backward=True)
         if opened is not None:
-            self._open[number] = opened
+            self._open[compile_id] = opened
 
     def _warn_of_another_compiler(self) -> None:
         """Warn once for a model if torch.compile compiles it, or a region of it, in place of the regions' own call."""
@@ -164,7 +164,7 @@ class GraphLog:
         if entry is not None:
             self._add(entry)
 
-    def _entry(self, number: str, graphs: int, seconds: float) -> Entry | None:
+    def _entry(self, compile_id: str, graphs: int, seconds: float) -> Entry | None:
         """An entry for the watched module whose call is being compiled; None if there is none."""
         calls: list[tuple[nn.Module, Any, Any]] = []
         for frame in module_calls():
@@ -179,13 +179,13 @@ class GraphLog:
         module, *inputs = calls[0]
         model, name = self._watched[module]
         if self._roots.get(calls[-1][0]) != model:
-            # A method of the model other than forward is the way in: the outermost of its modules stands for it.
+            # The call came through another method than forward: the outermost called module stands for the model.
             inside = {part for root, number in self._roots.items() if number == model for part in root.modules()}
             calls = [each for each in calls if each[0] in inside]
         root_call = (type(calls[-1][0]), input_kinds(*calls[-1][1:])) if calls else None
         sizes = next((_sizes(*each) for each in calls if hasattr(each[0], "region_sizes")), 1)
         return Entry(
-            compile_id=number, region=own_class(module), name=name, model=model, signature=signature(module),
+            compile_id=compile_id, region=own_class(module), name=name, model=model, signature=signature(module),
             mode=mode(module), inputs=input_kinds(*inputs), model_inputs=root_call,
             model_sizes=sizes or 1, graphs=graphs, seconds=seconds,
         )  # fmt: skip

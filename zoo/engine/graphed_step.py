@@ -1,7 +1,7 @@
-"""A step captured in a CUDA graph, called as its function is.
+"""A step captured in a CUDA graph, with the signature of the function that it captures.
 
-On a CPU the same interface copies inputs in and overwrites outputs in the same way, so that code which would alias on
-a GPU is seen to alias in tests.
+On a CPU the step copies inputs in and overwrites outputs in the same way, so that tests without a GPU notice code that
+keeps an output which the next call overwrites.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def by_place(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, 
 
 
 def _places(structure: Any) -> str:
-    """Where the leaves of a call's arguments are, in words: positions, names and what leads to them inside."""
+    """Where the leaves of a call's arguments are, in words: the position or name of each, and the path inside it."""
     flat = isinstance(structure, tuple)
     tree = dict.fromkeys(structure) if flat else pytree.tree_unflatten(range(structure.num_leaves), structure)
     return ", ".join(pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]) or "no arguments"
@@ -108,7 +108,7 @@ class GraphedStep:
         return list(written)
 
     def check_repeatable(self) -> None:
-        """Raise CaptureError if a replay loses what the step does: writes to inputs, outputs without copies."""
+        """Raise CaptureError if the step writes to inputs, which replays lose, or returns objects that have no copy."""
         for place in self.written_inputs():
             raise CaptureError(
                 f"it writes to input {place!r}, of which a replay has a copy; give an example, "
@@ -251,7 +251,7 @@ class GraphedStep:
                 try:
                     raise CaptureError(f"capture failed: {why}") from cause
                 finally:
-                    # Its traceback holds this frame: a circle that would keep what the step computed in memory.
+                    # Its traceback holds this frame: a reference cycle, which would keep the step's tensors in memory.
                     failure = cause = None  # type: ignore[assignment]
         bucket.graph = graph
         bucket.outputs, bucket.output_spec = flatten_outputs(outputs)
@@ -314,20 +314,20 @@ _warming_up = threading.RLock()
 
 @contextlib.contextmanager
 def _as_when_capturing() -> Iterator[None]:
-    """Code that asks is told that it is captured: transformers builds a mask then, and reads it on the host else."""
+    """Tell code of this thread that it is captured: transformers then builds masks without a read on the host."""
     thread = threading.get_ident()
     with _warming_up:
-        asked = torch.cuda.is_current_stream_capturing
-        torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == thread or asked()
+        original = torch.cuda.is_current_stream_capturing
+        torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == thread or original()
         try:
             yield
         finally:
-            torch.cuda.is_current_stream_capturing = asked
+            torch.cuda.is_current_stream_capturing = original
 
 
 @contextlib.contextmanager
 def synchronising_raises() -> Iterator[None]:
-    """A CaptureError for any operation that waits for the device and is noticed doing so."""
+    """Raise CaptureError if torch notices an operation that waits for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         # Torch says on every use that it does not notice all of them; the capture itself finds the rest.
@@ -348,7 +348,7 @@ def synchronising_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def synchronisations() -> Iterator[list[str]]:
-    """The operations that wait for the device and are noticed doing so, with their places; nothing is raised."""
+    """Yield a list that gets the file and line of each operation that torch notices waiting for the device."""
     before = torch.cuda.get_sync_debug_mode()
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -367,7 +367,7 @@ def synchronisations() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _own_caches(gpu: bool) -> Iterator[None]:
-    """Clear caches before and after: no memory of before may be baked in, none may leave the pool.
+    """Clear caches before and after a capture: it may use no memory of before, and no cache may keep its memory.
 
     Autocast keeps casts until its outermost context ends; switching its cache off is a global state that Dynamo guards
     on, and would recompile every region. The matrix library keeps tens of MiB for each stream that it ran on.

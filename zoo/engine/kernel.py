@@ -24,16 +24,16 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KERNELS: list[Kernel] = []
-# Different launches of a kernel that are kept: a size that changes in every call would fill the memory.
+# Most launches that a kernel keeps: launches whose size changes in every call would fill the memory.
 MOST_LAUNCHES = 1024
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """``triton.jit``, for kernels that are launched from Python. Takes the same options.
 
-    A kernel with a constant ``OVERLAP`` starts while the kernel before it ends, where the GPU can do so. It is launched
-    with ``OVERLAP=False``, all that the compiler is shown, and is compiled with True. It calls :func:`wait` before it
-    touches memory that other kernels write.
+    A kernel with a constant ``OVERLAP`` starts while the kernel before it ends, on GPUs that support this. Callers and
+    torch's compiler pass ``OVERLAP=False``, which the launch changes to True on these GPUs. The kernel calls
+    :func:`wait` before it touches memory that other kernels write.
     """
     if function is None:
         return functools.partial(kernel, **options)
@@ -128,7 +128,7 @@ class CachedKernels(NamedTuple):
     launches: dict[Any, tuple[Any, Any, Any, str]]
 
 
-# What all folders have that this process has loaded; and what of it runs, by device and key in ``hashes``.
+# The kernels of all folders that this process has loaded; and those in use, by device and key in ``hashes``.
 _loaded = CachedKernels({}, {}, {})
 _running: WeakValueDictionary[tuple[int, str], CompiledKernel] = WeakValueDictionary()
 
@@ -152,13 +152,13 @@ def cached_kernels() -> CachedKernels:
     compiled = [each for kernel in KERNELS for cache in kernel.device_caches.values() for each in cache[0].values()]
     launched = {launch: each for kernel in KERNELS for launch, each in kernel.launched() if hasattr(each, "made_of")}
     compiled = [*{id(each): each for each in [*compiled, *launched.values()]}.values()]
-    binaries = tuple(f".{each}" for each in ("json", "cubin", "hsaco"))
+    binaries = (".json", ".cubin", ".hsaco")
     for each in compiled:
         for name, path in getattr(each, "metadata_group", {}).items():
             if name.endswith(binaries) and os.path.exists(path):
                 note(path)
     if files:
-        # What launches a kernel is C that Triton compiled as well, and finds by its source.
+        # Triton also compiled each kernel's launcher, from C, and finds it by its source: load it to note its file.
         driver = triton.runtime.driver.active
         with triton.knobs.cache.scope():
             triton.knobs.cache.manager_class = Noting
@@ -186,7 +186,7 @@ def load_kernels(kernels: CachedKernels) -> None:
 
 
 def _compile(compile: Callable[..., Any], source: Any, *, options: dict[str, Any], **how: Any) -> Any:
-    """Triton's ``compile``, but for kernels of a loaded folder."""
+    """Triton's ``compile``, except for kernels of a loaded folder, which are loaded."""
     made_of = repr((source.hash(), sorted(options.items()), _environment()))
     compiled = _load(source, made_of)
     if compiled is None:
@@ -196,7 +196,7 @@ def _compile(compile: Callable[..., Any], source: Any, *, options: dict[str, Any
 
 
 def _load(source: Any, made_of: str) -> Any:
-    """A kernel of a loaded folder, or None; without Triton's cache key, a slow hash of all Triton files."""
+    """A kernel of a loaded folder, or None. It is found without Triton's cache key, a slow hash of Triton's files."""
     known = None if triton.knobs.compilation.always_compile else _loaded.hashes.get(made_of)
     if known is None:
         return None
@@ -226,8 +226,8 @@ def with_base(like: TensorDescriptor, tensor: Tensor | None) -> TensorDescriptor
 
 
 # Triton's launcher is a Python function that allocates scratch memory, which our kernels do not ask for, and calls a
-# launch in C. Its parameters after the grid, the stream and the function, by which its versions are told apart, and
-# what it passes to C after these three.
+# launch in C. Key: the launcher's parameters after grid, stream and function, which tell its versions apart. Value:
+# the arguments that it passes to C after these three.
 _BY_PYTHON = "metadata, None, None, None, {values}"
 _IN_C = {
     ("args",): "launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, " + _BY_PYTHON,
@@ -266,8 +266,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         super().__init__(function, **options)
         self._overlaps = any(each.name == "OVERLAP" for each in self.params)
         KERNELS.append(self)
-        # Triton's cache of a device, and of what is in it: everything that Triton compiles a kernel for -> the kernel,
-        # and its arguments after the positional ones. Whoever clears Triton's cache clears this.
+        # Device -> Triton's cache, and the launches that are kept: key of ``_described`` -> compiled kernel, and its
+        # arguments after the positional ones. Another object as Triton's cache makes these launches invalid.
         self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}
         # Triton only checks that sizes without specialisation fit 32 bits, and checks nothing of floats.
         self._sized = [each.do_not_specialize for each in self.params]
@@ -342,8 +342,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
     ) -> Callable[..., None]:  # fmt: skip
         """A launch as a function of the tensors at these positions; nothing else changes between its calls.
 
-        Those for which ``tiles`` has a shape are read by tiles of it, of one layout. Their kinds may not change,
-        and their device is the current one in each call. It takes half the host's time of ``kernel[grid](...)``.
+        A tensor with a shape in ``tiles`` is read by tiles of that shape, and keeps its layout. All keep their dtypes
+        and are on the current device. A call takes half the host's time of ``kernel[grid](...)``.
         """
         driver = triton.runtime.driver.active
         tile_of = dict(zip(positions, tiles or [None] * len(positions), strict=True))
@@ -364,7 +364,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
                 names.update(run=run, launcher=compiled.run, function=compiled.function)
                 names.update(metadata=compiled.packed_metadata, device=driver.get_current_device())
 
-        # Code without loops over the arguments: they would take half of the host's time in Python.
+        # Generate code without loops over the arguments, which would take half of the host's time.
         passed = [f"a{place}" if place in tile_of else f"v{place}" for place in range(len(values))]
         for place in tiled:
             passed[place] = f"with_base(d{place}, t{place})"
@@ -387,8 +387,8 @@ def launch({tensors}):
         return names["launch"]  # type: ignore[no-any-return]
 
     def _described(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """What Triton compiles a launch for, None where no launch is kept; and the arguments, tensors by address."""
-        # The driver is asked about every tensor that it is handed, and not about addresses.
+        """What Triton compiles a launch for, None if it is not kept; and the arguments, tensors as addresses."""
+        # The launcher asks the driver about each tensor, but not about an address.
         key: list[Any] = [*options.items()]
         values: list[Any] = []
         for value, sized, fixed in zip(arguments, self._sized, self._fixed, strict=False):
@@ -405,7 +405,7 @@ def launch({tensors}):
             else:
                 return None, values
             values.append(value)
-        # An eager backend of the compiler's passes all by name, tensors too, which are arguments of one launch.
+        # The compiler's eager backend passes all arguments by name; its tensors belong to this launch alone.
         return tuple(key) if arguments else None, values
 
     def _is_watched(self) -> bool:

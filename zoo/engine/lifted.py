@@ -52,7 +52,7 @@ class Lifted:
 
     @property
     def names(self) -> frozenset[str]:
-        """All of them."""
+        """The names of all these numbers."""
         return frozenset(self.ints + self.floats)
 
     def own_index(self, module: nn.Module) -> int | None:
@@ -66,7 +66,7 @@ class Lifted:
 
     @contextmanager
     def as_symbols(self, sizes: Sizes) -> Iterator[None]:
-        """Inside, Dynamo takes these numbers as symbols, and sizes that differ from those in ``sizes``."""
+        """Context in which Dynamo makes symbols of these numbers, and of sizes that differ from those in ``sizes``."""
         from torch._dynamo import pgo
         from torch._dynamo.symbolic_convert import TensorifyState
         from torch._dynamo.variables import BuiltinVariable, TensorVariable
@@ -81,7 +81,7 @@ class Lifted:
         before, pgo._CODE_STATE = pgo._CODE_STATE, sizes
         call_method, call_function, setitem = tensor.call_method, builtin.call_function, tensor.method___setitem__
         if self.floats or self.varying:
-            TensorifyState.clear()  # else what an earlier block had to take as a constant is one in this block too
+            TensorifyState.clear()  # else a float that was a constant in an earlier block is one in this block too
             tensor.call_method = _draws_by_symbols(call_method)
         if self.ints or self.varying:
             builtin.call_function = _reads_by_symbols(call_function)
@@ -103,7 +103,7 @@ class Lifted:
         self.varying |= {name for name, number in numbers.items() if first.get(name, number) != number}
 
     def sizes_for(self, module: nn.Module) -> Sizes:
-        """What is known of sizes in a block's first call; in training, what an equal block learned before."""
+        """The known sizes for a block's first call; in training, those that a block of the same structure has met."""
         calls = [*module_calls()]
         if not calls:  # the second run of a checkpoint, in the backward
             return self.new_sizes()
@@ -120,7 +120,7 @@ class Lifted:
         return sizes if first_model() is model and first_input() is not tensors[0] else self.new_sizes()
 
     def new_sizes(self) -> Sizes:
-        """What Dynamo is told before the first call: the floats vary, and arguments that differed between blocks."""
+        """Known sizes before the first call: only that the floats vary, and arguments that differed between blocks."""
         from torch._dynamo import pgo
 
         return defaultdict(lambda: pgo.CodeState(automatic_dynamic=_Known(self)))
@@ -225,7 +225,7 @@ def _narrowed(tx: Any, tensor: Any, index: Any, *value: Any) -> tuple[Any, ...]:
     from torch._dynamo.variables.tensor import SymNodeVariable
 
     index = index.realize()
-    # A lone symbol that reads is a select by itself; one that writes is not.
+    # Dynamo reads by a lone symbol without a constant, but does not write by one.
     items = [each.realize() for each in index.items] if isinstance(index, TupleVariable) else [index] * len(value)
     found = any(isinstance(each, SymNodeVariable) for each in items)
     if found and all(isinstance(each, SymNodeVariable | ConstantVariable | SliceVariable) for each in items):
@@ -258,10 +258,10 @@ TAKE_SYMBOLS = {each.rstrip("_") for each in _OF_TENSORS if isinstance(each, str
 
 
 def take_other_floats_for_constants(graph: fx.GraphModule) -> None:
-    """Trace again, with guards on their values, where floats reach an operation that needs a number.
+    """Restart the trace, with guards on the values of floats that reach an operation that needs a number.
 
-    AOTAutograd does so unless the float reaches one of ``_OF_TENSORS`` as well: then it writes the value of the first
-    block into the graph, without a guard.
+    AOTAutograd restarts it too, unless such a float also reaches one of ``_OF_TENSORS``: then it writes the first
+    block's value into the graph, without a guard.
     """
     from torch._dynamo.exc import TensorifyScalarRestartAnalysis
     from torch._dynamo.symbolic_convert import TensorifyState
@@ -288,7 +288,7 @@ def take_other_floats_for_constants(graph: fx.GraphModule) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """Another backend of ``torch.compile``, by way of AOTAutograd perhaps, behind ``take_other_floats_for_constants``.
+    """A backend other than Inductor, which may use AOTAutograd: ``take_other_floats_for_constants`` runs before it.
 
     Dynamo reuses code of an equal backend alone.
     """
@@ -303,7 +303,7 @@ class Checked:
 
 
 def without_base(value: Any) -> Any:
-    """A view as a tensor of its own: Dynamo guards the sizes of a base, which the same input of other blocks lacks."""
+    """A view as a tensor without a base: Dynamo guards a base's sizes, and other blocks' inputs may have no base."""
     own = type(value) is torch.Tensor and value._is_view() and not hasattr(value, "_dynamo_dynamic_indices")
     if not own or (value.requires_grad and not torch.is_grad_enabled()):
         return value
@@ -323,7 +323,7 @@ class _WithoutBase(torch.autograd.Function):
 
 
 def carry_writes(views: Iterable[Any], owns: Iterable[Any]) -> None:
-    """Add what a block wrote to tensors of ``without_base`` to the views' history; both share their memory."""
+    """Add a block's writes to tensors of ``without_base`` to the autograd history of the views; both share memory."""
     for view, own in zip(views, owns, strict=True):
         if own is not view and own.requires_grad and not isinstance(own.grad_fn, _WithoutBase._backward_cls):
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(view):
@@ -387,7 +387,7 @@ def _source(name: str) -> str:
 
 
 class OwnItem(list[Any]):
-    """A list that holds the item at ``own_index`` apart as well; what moves items looks for it anew."""
+    """A list that also holds the item at ``own_index`` as ``own``; methods that move items update ``own``."""
 
     def __init__(self, items: list[Any], own_index: int) -> None:
         super().__init__(items)
@@ -453,10 +453,10 @@ pytree.register_pytree_node(
 
 
 class OwnEntry(MutableMapping[int, Any], dict):  # type: ignore[type-arg,misc,metaclass]
-    """The entries of a dict, with the value at ``own_index`` apart. What it holds as a dict itself, nobody sees."""
+    """The entries of the dict ``others``, with the value at ``own_index`` as ``own``. Its own storage is a dummy."""
 
     def __init__(self, others: dict[int, Any], own_index: int) -> None:
-        # Dynamo checks no guard on an attribute of an empty dict.
+        # A dummy entry, since Dynamo checks no guard on an attribute of an empty dict.
         dict.__setitem__(self, None, None)  # type: ignore[index]
         self.others = others
         self.own_index = own_index
@@ -498,10 +498,10 @@ class OwnEntry(MutableMapping[int, Any], dict):  # type: ignore[type-arg,misc,me
 
 @contextmanager
 def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[list[tuple[Any, Any]]]:
-    """Inside, lists of at least ``items`` items and dicts with int keys hold the item at ``index`` separately.
+    """Replace lists of at least ``items`` items and dicts with int keys by ``OwnItem`` and ``OwnEntry``, for a block.
 
-    They are looked for in the arguments, and in the attributes of objects there. Yields pairs:
-    what the block gets, and the list or dict that it stands for.
+    They are looked for in the arguments, and in the attributes of objects there. Yields pairs of a replacement and
+    the list or dict that it stands for, to which writes are copied at the end.
     """
     swapped: list[tuple[dict[Any, Any], Any, Any, Any]] = []
     addresses = []
@@ -512,7 +512,7 @@ def own_items(index: int, items: int, *arguments: dict[Any, Any]) -> Iterator[li
             swapped.append((holder, key, container, own))
             for tensor in getattr(own.own, "__dict__", {}).values():
                 if getattr(tensor, "_dynamo_static_input_type", None) == "guarded":
-                    # Marked for a graph that only this tensor runs in.
+                    # This mark makes a graph that only this tensor can run in.
                     torch._dynamo.mark_static_address(tensor, guard=False)
                     addresses.append(tensor)
         yield [(own, container) for _, _, container, own in swapped]
@@ -531,7 +531,7 @@ def as_given(result: Any, swapped: list[tuple[Any, Any]]) -> Any:
     return next((container for own, container in swapped if own is result), result)
 
 
-# Values that most objects hold, which have no container inside; and what is left as it is.
+# Common types of values without a container inside; and types whose attributes are not searched.
 _PLAIN = frozenset({bool, int, float, str, tuple, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size})
 _WHOLE = (torch.Tensor, nn.Module, type, types.ModuleType, fx.Proxy)
 

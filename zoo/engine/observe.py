@@ -73,7 +73,7 @@ def buffers_restored(model: nn.Module) -> Iterator[list[tuple[dict[str, Any], di
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put random state, Python's and NumPy's too, and in training buffers (running statistics) back as they were."""
+    """Restore the random states of torch, Python and NumPy and, in training, the buffers (running statistics)."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
     buffers = buffers_restored(model) if model.training else contextlib.nullcontext()
@@ -117,7 +117,7 @@ class Observed:
     inputs: dict[tuple[Hashable, ...], set[Hashable]] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     running: bool = False
-    # Of the call that runs: its kinds of input, and the lists among them with the block's own index and item.
+    # Of the running call: its kinds of input, and the lists among its inputs with the block's own index and item.
     kinds: tuple[Hashable, ...] = ()
     own: list[tuple[list[Any], int, Any]] = field(default_factory=list)
     calls: set[Hashable] = field(default_factory=set)
@@ -175,7 +175,7 @@ def _noting_inputs(
         observed.running, observed.calls = True, {tuple(id(each) in given for each in tensors_of((args, kwargs)))}
 
     def leave(*_: Any) -> None:
-        # Dynamo takes the index by which a list is written to for a constant.
+        # Dynamo makes a constant of an index that writes to a list, so each such block needs its own graph.
         kept = ((index, item, each[index : index + 1]) for each, index, item in observed.own)
         written = [("item", index) for index, item, now in kept if not any(each is item for each in now)]
         observed.inputs.setdefault((*observed.kinds, *written), set()).update(observed.calls)

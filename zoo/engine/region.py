@@ -19,10 +19,11 @@ class Region:
             for one model input shape in one mode. ``None`` means one for each distinct layer signature.
         why: One sentence on why the block is cut here, for the report and the docs.
         dynamic: True compiles with symbolic sizes, on purpose: one graph for tensors of all sizes, for a block that
-            holds no weights of its own. ``None`` leaves what ``compile_regions`` was asked for.
-        options: Inductor options for this region, as ``torch.compile`` takes them. The caller's come first.
-        mode: A ``torch.compile`` mode for this region; with ``backend`` and ``fullgraph`` it comes before what
-            ``compile_regions`` was asked for, which None leaves.
+            holds no weights of its own. ``None`` keeps the argument of ``compile_regions``.
+        options: Inductor options for this region, as ``torch.compile`` takes them. Those of ``compile_regions``
+            override them.
+        mode: A ``torch.compile`` mode for this region. This, ``backend`` and ``fullgraph`` override the arguments of
+            ``compile_regions`` unless they are None.
         backend: A ``torch.compile`` backend for this region.
         fullgraph: False lets the graph of this region break.
 

@@ -1,8 +1,8 @@
 """One compiled graph as the content of a file.
 
-A graph with nothing to fuse is saved as the Python source it runs as, with the constants of its launches; what Inductor
-compiled, as torch serialises it. Beside it are the code that Dynamo made to call it, and its guards as Python source
-over the same expressions.
+A graph that runs directly is saved as its Python source and the constants of its launches, a graph that Inductor
+compiled in torch's serialised form. The file also holds the code that Dynamo made to call the graph, and the graph's
+guards as Python source.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zoo.engine.call import in_library, is_fixed
 from zoo.engine.signature import as_written, own_class
 from zoo.engine.traced import MODES, TensorKind, Traced, torch_state
 
-# Kinds of guards. Checked by the state of torch.
+# Kinds of guards. The comparison of ``torch_state`` covers these.
 _OF_STATE = {
     *("GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE"),
     "AUTOGRAD_SAVED_TENSORS_HOOKS",
@@ -41,17 +41,17 @@ _IDENTITY = {
     *("ID_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH", "CLASS_MATCH", "NAME_MATCH"),
 }
 _CONSTANT = {"CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH", "BOOL_FALSE", "BOOL_TRUE"}
-# Guards whose code is complete but for types, which it names by their address.
+# Guards whose code is complete, except for checks of types, which it names by their addresses.
 _BY_CODE = {
     *("SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "EMPTY_NN_MODULE_HOOKS_DICT", "OBJECT_ALIASING"),
 }
-# The same, but Dynamo leaves out of the next guard what it has asked in one.
+# The same, but their code may be empty: Dynamo omits what an earlier guard has checked.
 _BY_CODE_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
 _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
-# Parts of code, whose source files are compared instead.
+# In names of guards on parts of functions, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
-# Pickle looks for these in builtins, which their __module__ names, and most are not there.
+# Pickle looks for these types in builtins, as their __module__ says, and finds few there.
 _TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}
 
 
@@ -61,13 +61,13 @@ class UnsavableError(ValueError):
 
 @dataclass
 class SavedGraph:
-    """What a file holds. ``product`` is what the global ``compiled`` of the code is, or a partial that loads it."""
+    """The content of a file. ``product`` is the value of the code's global ``compiled``, or a partial that loads it."""
 
     shapes: list[Any]
     check: SavedCheck
     code: types.CodeType
-    modules: dict[str, str]  # of other globals of the code, those that are modules
-    names: list[str]  # and those that are the region's own
+    modules: dict[str, str]  # name of a global of the code -> the module that it is
+    names: list[str]  # other globals of the code, which the region's module defines
     compiled: str
     product: Any
 
@@ -150,10 +150,9 @@ def _by_inductor(traced: Traced) -> functools.partial[Any]:
     if any(state["autocast_state"]["enabled"]):
         raise UnsavableError("Inductor compiled it under autocast")
     inputs = [each.meta["example_value"] for each in traced.graph.graph.find_nodes(op="placeholder")]
-    ways = {
-        **dict.fromkeys(("strict_autograd_cache", "bypass_autograd_cache_key", "bundled_autograd_cache"), True),
-        **dict.fromkeys(("force_non_lazy_backward_lowering", "force_autograd_cache"), True),
-    }
+    flags = ["strict_autograd_cache", "bypass_autograd_cache_key", "bundled_autograd_cache"]
+    flags += ["force_non_lazy_backward_lowering", "force_autograd_cache"]
+    ways = dict.fromkeys(flags, True)
     libraries: dict[str, bytes] = {}
     # Not before the statement: set_grad_enabled acts when it is made, and inference_mode restores what it found.
     with (
@@ -249,7 +248,7 @@ class LoadedCheck:
             for name in self._read:  # a tensor of the module, which may have been replaced
                 self.globals[name] = self._space[name]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            return False  # numbers too: 1 / layer_idx of the first block
+            return False  # ArithmeticError as in 1 / layer_idx of the first block
         # Two names of one tensor make another graph.
         if tensors is None or len(set(map(id, tensors))) != len(tensors):
             return False
@@ -259,7 +258,7 @@ class LoadedCheck:
         return bool(of_state.check() and (not tensors or of_tensors.check(*tensors)))
 
     def _begin(self, tensors: tuple[Any, ...]) -> bool:
-        """Compare torch's state with the saved one, and later with a guard in C++ on the state found here."""
+        """The first check: compare torch's state and the tensors with the saved ones, and make C++ guards of them."""
         if torch_state() != self._saved.state or not all(isinstance(each, Tensor) for each in tensors):
             return False  # a bias may have become None
         if list(map(TensorKind.of, tensors)) != self._saved.tensors:
@@ -353,18 +352,18 @@ class _Writer(ast.NodeTransformer):
         self._places: dict[int, int] = {}  # of constants, by identity
 
     def ask(self, condition: str) -> None:
-        """A condition without which the check fails."""
+        """Add a condition without which the check fails."""
         self.lines[f"if not ({condition}): return None"] = None
 
     def ask_of_numbers(self, condition: str) -> None:
-        """The same of arithmetic, as Dynamo writes it."""
+        """Add a condition on numbers, as Dynamo writes it, without which the check fails."""
         names = {node.id for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Name)}
         if not names <= {"L", *_FOR_NUMBERS}:
             raise UnsavableError(f"its guards look at {condition}")
         self.ask(condition)
 
     def constant(self, value: Any) -> str:
-        """An expression of a value."""
+        """An expression for a value: its literal, or an item of ``constants``."""
         plain = type(value) in (bool, int, str, type(None))  # an enum may be a string too
         if plain or (type(value) is float and abs(value) < 1e300):
             return repr(value)
@@ -374,7 +373,7 @@ class _Writer(ast.NodeTransformer):
         return f"K[{place}]"
 
     def text(self, code: str) -> str:
-        """The name that an expression has been computed to; of a comparison, the comparison of such names."""
+        """The variable that holds the value of an expression; a comparison becomes one between such variables."""
         return ast.unparse(self.visit(ast.parse(code, mode="eval").body))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:

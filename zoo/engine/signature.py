@@ -58,7 +58,7 @@ def without_ddp(model: nn.Module) -> nn.Module:
 def structure(module: nn.Module) -> Hashable:
     """Parameters, buffers and submodule classes, with shapes, strides, dtypes and devices; no attributes.
 
-    Hooks of submodules count. The module's own run outside of its graph.
+    Hooks of submodules count. The module's own hooks do not, since they run outside of its graph.
     """
     parts = tuple((name, own_class(part), tuple(_hooks(part)) if name else ()) for name, part in module.named_modules())
     return parts, _tensors(module, recurse=True)
@@ -186,7 +186,7 @@ def differing_inputs(calls: Iterable[Any]) -> Iterator[str]:
     inputs = [{where: tuple(kind) for where, *kind in call if where[0] == "["} for call in calls]
     for where in dict.fromkeys(itertools.chain.from_iterable(inputs)):
         kinds = list(dict.fromkeys(each.get(where, ("not given",)) for each in inputs))
-        # A dataclass has a second part, what its fields hold; a tensor may have the first input that it is as well.
+        # The second part of a kind: of a dataclass its fields; of a tensor the first input that is the same tensor.
         tensors = [dict(kind) if _is_of_tensor(kind) else {} for kind, *_ in kinds]
         words = dict.fromkeys(_in_words(kind) for kind, *_ in kinds)
         name = f"inputs{where[3:]}"

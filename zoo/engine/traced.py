@@ -1,6 +1,6 @@
 """What Dynamo traced of a region: guards, graph and source files, which ``save_compiled`` writes.
 
-They are kept for as long as a region runs them, and hold no weight and no input.
+A trace lives as long as a region runs its code, and holds no weight and no input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.utils._device
 from torch import Tensor, fx
 
-# What runs in place of a graph, of a node or of a launch.
+# A function that runs in place of a graph, a node or a launch.
 Run = Callable[..., Any]
 
 # Values that a guard compares, or that it knows by identity; no tensor is in any.
@@ -27,7 +27,7 @@ _KEPT = (
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
     *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
 )
-# What changes between calls and no guard in C++ looks at.
+# Modes that change between calls and that no guard in C++ checks.
 MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.is_inference_mode_enabled,
     "torch_function_modes": torch._C._len_torch_function_stack,
@@ -37,7 +37,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 class TensorKind(NamedTuple):
-    """What is compared of a tensor; everything but its values."""
+    """The properties of a tensor that are compared: all but its values."""
 
     cls: type
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class TensorKind(NamedTuple):
 
 
 class Guard(NamedTuple):
-    """One guard: its kind and expression in Dynamo's words, its code, and the attribute that an object may not have.
+    """One guard: its kind and expression in Dynamo's words, its code, and the attribute that an object must not have.
 
     ``value`` is what the expression had: a ``TensorKind`` in place of a tensor, its type in place of another object.
     """
@@ -102,7 +102,7 @@ _new: list[Traced] | None = None
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Keep what is traced until a region has it, for one thread."""
+    """Keep new traces alive until a region holds them; for one thread at a time."""
     global _new
     before, _new = _new, []
     try:

@@ -84,8 +84,8 @@ def rotate_into(
 
 # A weight [N, C], and the scale [N] of its rows if it is quantized.
 Weight: TypeAlias = tuple[Tensor, Tensor | None]
-# For more rows the vendor library's products are faster, or equal. They take a copy of quantized weights. By TMA our
-# kernels take twice as many.
+# For more rows the vendor library's products are as fast or faster, but read a dequantized copy of quantized weights.
+# With TMA our kernels take twice as many rows.
 MOST_ROWS, MOST_QUANTIZED_ROWS = 16, 32
 
 
@@ -139,7 +139,7 @@ def few_rows(x: Tensor, *weights: Weight) -> bool:
     if all(weight.shape[-1] % 16 == 0 for weight, _ in weights) and tma_runs(x):
         most *= 2
     if x.dtype == torch.float32:
-        most = 1  # tensor cores multiply what has fewer bits
+        most = 1  # tensor cores take dtypes of fewer bits
     numbers = [weight if scale is None else scale for weight, scale in weights]
     alike = x.shape[0] <= most and compute_dtype(x) == x.dtype and all(each.dtype == x.dtype for each in numbers)
     reads = all(_kernels_read(weight) for weight, _ in weights)
@@ -166,8 +166,8 @@ def decode_layer(
     sines. If a layer is split over processes, ``add_parts`` sums their parts; the first part includes the residual.
     """
     linear = kernels.decode.linear
-    heads_of_all = linear(x, qkv[0], norm, eps, qkv_bias, scale=qkv[1])
-    mixed = kernels.decode.decode_attention(heads_of_all, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
+    projected = linear(x, qkv[0], norm, eps, qkv_bias, scale=qkv[1])
+    mixed = kernels.decode.decode_attention(projected, cache, positions, rotary, q_norm, k_norm, eps, heads, window)
     x = linear(mixed, o[0], residual=x if first else None, scale=o[1])
     x = x if add_parts is None else add_parts(x)
     hidden = linear(x, gate_up[0], norm_after, eps, gated=True, scale=gate_up[1])

@@ -89,8 +89,8 @@ def columns_of(graph: GraphTensors) -> Rows:
     """The edges by source, which the gradients of kernels walk."""
     if graph.transpose is None:
         raise RuntimeError(
-            "a gradient of an aggregation walks the transposed graph, which this one was prepared without; run the "
-            "forward with gradients enabled on a CSRGraph or on raw edges"
+            "the gradient of an aggregation walks the transposed graph, but this graph was prepared without it; run "
+            "the forward with gradients enabled on a CSRGraph or on raw edges"
         )
     return Rows(graph.transpose.colptr, graph.transpose.destination, *(graph.transpose.split or ()))
 
@@ -177,7 +177,7 @@ def mean_neighbours(
         raise ValueError("a mean needs the graph's inverse degrees: graph.prepared(Recipe(mean=True))")
     scale = graph.inverse_degree
     if x.dtype == torch.float64 != scale.dtype:
-        # A sampled batch has them in float32, whatever its model.
+        # A sampled batch has inverse degrees in float32, whatever its model's dtype.
         scale = graph.rowptr.diff().clamp(min=1).to(x.dtype).reciprocal()
     return _csr_sum(x, graph, None, scale, bias, own, channels, relu)
 
@@ -186,7 +186,7 @@ def _csr_sum(
     x: Tensor, graph: GraphTensors, weight: Tensor | None, scale: Tensor | None, bias: Tensor | None, own: Own,
     channels: int | None, relu: bool,
 ) -> Tensor:  # fmt: skip
-    assert not (relu and own == "concat"), "what lies beside the sums is no result yet"
+    assert not (relu and own == "concat"), "relu does not combine with own='concat'"
     width = x.shape[1] // 2 if own == "add" else x.shape[1]
     channels = width if channels is None else channels
     if kernels_run(x, weight, scale, bias):

@@ -2,7 +2,7 @@
 
     norm_act     relu(norm(x))   relu(norm(x) + residual)   relu(norm(x) + norm(residual))
     bias_act     relu(x + bias)  relu(x + bias + residual)
-    conv_...     the same of a convolution: one of single pixels is a product by one kernel
+    conv_...     the same after a convolution; a 1 × 1 convolution runs as a product fused with them
     ..._pool     the same without a residual, then the maximum of 3 × 3 pixels at a stride of 2: the end of a stem
 
 Group norm: Wu and He, 2018. torch's group norm converts to the contiguous format, and needs separate passes for the
@@ -160,7 +160,7 @@ def space_to_depth(x: Tensor, offset: int, height: int, width: int, channels: in
     if kernels_run(x) and not differentiated(x):
         return kernels.tiles.space_to_depth(x, offset, height, width, channels, dtype)
     below, right = 2 * height - x.shape[2] - offset, 2 * width - x.shape[3] - offset
-    x = x if x.dtype == dtype else x.to(dtype)  # which the compiler would note even where it changes nothing
+    x = x if x.dtype == dtype else x.to(dtype)  # the compiler would trace even a cast that changes nothing
     wide = F.pad(x, (offset, right, offset, below, 0, channels // 4 - x.shape[1]))
     squares = wide.unflatten(3, (width, 2)).unflatten(2, (height, 2)).permute(0, 3, 5, 1, 2, 4)
     return squares.flatten(1, 3).contiguous(memory_format=torch.channels_last)
@@ -280,7 +280,7 @@ def conv_norm_act(
 ) -> Tensor:
     """``norm_act`` of a convolution: x [N, C, H, W] -> [N, O, H', W'], the size of the residual.
 
-    A convolution of single pixels is a product that ends in the norm.
+    A 1 × 1 convolution runs as a matrix product, fused with the norm.
     """
     if not norm.of_batch and layer.bias is None and (residual_norm is None or residual_norm.eps == norm.eps):
         own, other = _tensors(x, norm), _tensors(residual, residual_norm)
@@ -292,7 +292,7 @@ def conv_norm_act(
 def _pointwise_act(
     x: Tensor, conv: nn.Conv2d, own: Tensors, residual: Tensor | None, other: Tensors, eps: float, few: bool = False
 ) -> Tensor | None:
-    """Relu of a convolution of single pixels, normed, plus a residual, by one kernel; None where it does not run."""
+    """Relu of a normed 1 × 1 convolution plus a residual, by one kernel; None if the kernel takes no such arguments."""
     weight = conv.weight
     if weight.shape[1:] != (x.shape[1], 1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0):
         return None
@@ -429,7 +429,7 @@ class _MaxPool(torch.autograd.Function):
 
 def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """A linear layer of the mean over pixels, the end of a network: [N, C, H, W] -> [N, O]."""
-    # Our kernels are faster for one image, of which a region has a graph of its own anyway.
+    # For one image our kernels are faster. A region compiles another graph for one image anyway.
     one = x.shape[0] == 1 and _kernels_fit(x, None) and not differentiated(x, layer.weight, layer.bias)
     means = kernels.batch_norm.mean(x) if one else x.mean((2, 3))
     if one and is_unmodified(layer) and few_rows(means, (layer.weight, None)):
@@ -440,7 +440,7 @@ def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
 def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
     """``bias_act`` of a convolution with a bias, without gradients: x [N, C, H, W] -> [N, O, H', W'], as the residual.
 
-    It is one call of cuDNN or, of many single pixels, one product; of few windows it is a product as well.
+    It is one call of cuDNN, or a product: of a 1 × 1 convolution of many pixels, or a 3 × 3 convolution of few.
     """
     bias: Any = conv.bias
     if (out := _pointwise_act(x, conv, (*NO_NORM[:3], bias), residual, NO_NORM, 0.0)) is not None:

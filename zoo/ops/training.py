@@ -1,6 +1,6 @@
-"""What only training needs: AdamW's update, cross entropy with its gradient, a check for NaN, products in float8.
+"""Operators of training: AdamW's update, cross entropy with its gradient, a check for NaN, products in float8.
 
-Eager code launches the kernels of the first three. The products are part of a model's blocks.
+Eager code launches the kernels of the first three. The float8 products are part of a model's compiled blocks.
 
 Shape legend: n rows, V classes.
 """
@@ -177,7 +177,7 @@ MULTIPLE = 16
 
 
 class Rounded(NamedTuple):
-    """A matrix [n, K] in float8, each row by a scale of its own."""
+    """A matrix [n, K] in float8: each row's numbers times the row's scale."""
 
     numbers: Tensor  # [n, K] float8_e4m3fn
     scale: Tensor  # [n, 1] float32
@@ -186,9 +186,10 @@ class Rounded(NamedTuple):
 def float8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """``F.linear`` of operands rounded to float8, in the backward too: x [..., K], weight [N, K] -> [..., N].
 
-    A scale per row of the left and per column of the right operand maps its greatest number to float8's, as in
-    torchao's rowwise recipe. Torch multiplies so for bfloat16 and widths K and N that are multiples of 16, on NVIDIA's
-    GPUs from 8.9 on. Otherwise the rounded operands are multiplied in float32.
+    Each row of the left operand and each column of the right one has a scale, which maps its greatest magnitude to the
+    maximum of float8, as in torchao's rowwise recipe. Torch multiplies float8 for bfloat16 and widths K and N that are
+    multiples of 16, on NVIDIA GPUs of compute capability 8.9 or newer. Otherwise the rounded operands are multiplied
+    in float32.
     """
     if not x.numel():
         return F.linear(x, weight)
@@ -220,7 +221,7 @@ class _Float8Linear(torch.autograd.Function):
         grad = grad.contiguous()
         rows, columns = _round(grad, _magnitudes(grad), *ctx.needs_input_grad[:2])
         grad_x = grad_weight = None
-        # Fast sums over the width of a layer err by a twentieth of what rounding does. Tokens may be many more.
+        # Fast sums over a layer's width add a twentieth of the rounding error. Sums over tokens may be much longer.
         if ctx.needs_input_grad[0]:
             grad_x = _multiply(rows, _round(weight, of_weight, False, True)[1], ctx.dtype, fast=True)
         if ctx.needs_input_grad[1]:
@@ -240,12 +241,12 @@ def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _magnitudes(x: Tensor) -> Tensor:
-    """What ``_round``'s kernel reads: the greatest magnitudes of the rows and of the columns of x. Empty without it."""
+    """The greatest magnitudes of rows and columns of x, which the kernel of ``_round`` reads; empty if none runs."""
     return kernels.training.magnitudes(x) if kernels_run(x) else x.new_empty(0)
 
 
 def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
-    """``Rounded`` of x [n, K], and of x transposed: [K, n], perhaps with zeros to the right. None if not asked for."""
+    """``Rounded`` of x [n, K], and of its transpose [K, n], perhaps padded with zeros. None if not asked for."""
     if kernels_run(x):
         found = kernels.training.round_(x, greatest, by_row, by_column)
         return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])
@@ -253,7 +254,7 @@ def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[
 
 
 def _rounded(x: Tensor) -> Rounded:
-    # Of smaller numbers the inverse would be infinite. No global float: with dynamic=True Dynamo makes a symbol of it.
+    # The bound keeps the inverse finite. It is no global float, which Dynamo makes a symbol with dynamic=True.
     greatest = x.abs().amax(1, keepdim=True).float().clamp_min(1e-30)
     most = torch.finfo(FLOAT8).max
     return Rounded((x.float() * (greatest.reciprocal() * most)).to(FLOAT8).contiguous(), greatest * (1 / most))

@@ -295,7 +295,7 @@ def has_aligned_rows(x: Tensor) -> bool:
 
 
 def product_runs(x: Tensor, weight: Tensor, bias: Tensor | None, few: bool = False) -> bool:
-    """Whether the zoo has a kernel of this product: by TMA, of enough rows or ``few``, without gradients and casts."""
+    """Whether the zoo's TMA kernel computes this product: of enough rows, or ``few``, without gradients and casts."""
     least = 2 if few else LEAST_ROWS  # the stride of a single row may be any number, which TMA does not take
     if x.dtype not in _LOW or x.dtype != weight.dtype or x.numel() < least * x.shape[-1]:
         return False
@@ -357,9 +357,9 @@ def short_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """Attention in rows that lie one behind the other: query, key and value [R, N, D] -> [R, N D].
+    """Attention within sequences that are stored one after the other: query, key and value [R, N, D] -> [R, N D].
 
-    Row s has the tokens from ``offsets[s]`` to ``offsets[s + 1]`` (int32, on the device), at most ``longest``.
+    Sequence s has rows ``offsets[s]`` to ``offsets[s + 1]`` (int32, on the device, end excluded), at most ``longest``.
     """
     if _heads_fit(query, key, value):
         return kernels.attention.short_attention(query[None], key[None], value[None], offsets, longest)

@@ -21,10 +21,10 @@ from zoo.engine.lifted import tensors_of
 def checkpoint_regions(
     model: nn.Module, cls: type[nn.Module], *, every: int = 1, preserve_rng_state: bool = True
 ) -> nn.Module:
-    """Keep only the inputs of blocks for the backward, which runs them a second time; returns the same model.
+    """Keep only the inputs of blocks for the backward, which runs each block a second time; returns the same model.
 
-    A block is a region, or a module around some: all of it runs again. The second run uses the code compiled for the
-    first and moves no running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
+    A block is a region or contains some, and all of it runs again. The second run uses the code compiled for the first
+    and changes no running statistics. Call this after ``zoo.compile_regions``; ``zoo.uncompile`` undoes both.
 
     Args:
         model: A model with compiled regions.
@@ -48,7 +48,7 @@ def checkpoint_regions(
     blocks = [each for each in model.modules() if type(each) is cls and not held.isdisjoint(each.modules())]
     if not blocks:
         names = sorted({type(module).__name__ for module in regions})
-        raise ValueError(f"no compiled region is or is in a {cls.__name__}; there are {', '.join(names)}")
+        raise ValueError(f"no {cls.__name__} is or contains a compiled region; regions are of {', '.join(names)}")
     if cls.forward is nn.Module.forward:
         raise ValueError(f"a {cls.__name__} is never called; name the class of the modules in it")
     if any(isinstance(outermost_call(block), _Checkpointed) for block in blocks):

@@ -35,7 +35,7 @@ class LinearCrossEntropy(nn.Module):
     Liger's fused linear cross entropy; torch's, from 2.13 on, breaks compiled graphs.) A larger chunk is a little
     faster, and the gradient of a half-precision weight, summed chunk by chunk, a little more exact.
 
-    Rows with the label -100 have no loss, and the mean of none is 0, where torch's is NaN.
+    Rows with the label -100 are ignored. If all are, the mean is 0, where torch's is NaN.
 
     Its region is the work between the two products: ``zoo.compile_regions(loss)``.
     """
@@ -59,7 +59,7 @@ class LinearCrossEntropy(nn.Module):
             labels: [...] int64 below V, or -100 for rows that have no loss.
 
         Raises:
-            TypeError, ValueError: If shapes or dtypes do not fit, or on a CPU if a label is none.
+            TypeError, ValueError: If shapes or dtypes do not fit or, checked only on a CPU, a label is not a class.
         """
         _check(x, weight, labels)
         if not torch.is_grad_enabled():
@@ -73,7 +73,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss in the forward, with the gradients that the backward only scales."""
+    """The forward computes the loss and the gradients, the backward only scales these."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: nn.Module, chunk: int) -> Tensor:
@@ -85,10 +85,10 @@ class _Chunked(torch.autograd.Function):
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         with torch.autocast(x.device.type, enabled=False):
-            for start, known, part_labels in _chunks(labels, chunk):
-                some, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
-                losses.append(some)
-                part, grad = slice(start + known, start + len(part_labels)), grad[known:]
+            for start, repeated, part_labels in _chunks(labels, chunk):
+                part_losses, grad = rows(x[start : start + len(part_labels)] @ weight.t(), part_labels, scale)
+                losses.append(part_losses)
+                part, grad = slice(start + repeated, start + len(part_labels)), grad[repeated:]
                 # With beta=0 the uninitialised memory is not read.
                 if grad_x is not None:
                     grad_x[part].addmm_(grad, weight, beta=0)
@@ -113,13 +113,13 @@ class _Chunked(torch.autograd.Function):
 
 
 def _chunks(labels: Tensor, size: int) -> list[tuple[int, int, Tensor]]:
-    """First row of each chunk, how many of its rows were in the chunk before and are ignored, and labels."""
-    # All are of one size, for which rows are compiled: the last one overlaps.
+    """First row of each chunk, number of rows that repeat the chunk before and are ignored, and labels."""
+    # All chunks have the size that the region is compiled for, so the last one may overlap the chunk before.
     rows, size = len(labels), min(size, len(labels))
     found = [(start, 0, labels[start : start + size]) for start in range(0, rows - size + 1, size)]
     if left := rows % size:
-        known = torch.arange(size, device=labels.device) < size - left
-        found.append((rows - size, size - left, torch.where(known, IGNORED, labels[rows - size :])))
+        repeated = torch.arange(size, device=labels.device) < size - left
+        found.append((rows - size, size - left, torch.where(repeated, IGNORED, labels[rows - size :])))
     return found
 
 
@@ -140,13 +140,13 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of its own.
+    """``torch.optim.AdamW(..., fused=True)`` that updates large parameters by a kernel of the zoo.
 
-    Options, state and results are torch's, but for rounding, and states of either load into the other. A launch takes
-    parameters of half a million numbers or more together; torch's kernel updates all others, those of groups with
-    ``amsgrad``, and all where Triton does not run. Nothing waits for the device; for a CUDA graph, ``capturable=True``
-    and ``lr`` a tensor on the device, as with torch's. ValueError if ``fused`` is False, RuntimeError if ``foreach`` or
-    ``differentiable`` is True.
+    Options and state are torch's, results equal torch's but for rounding, and each loads the other's state. A launch
+    takes parameters with at least half a million numbers together. Torch's kernel updates all other parameters, those
+    of groups with ``amsgrad``, and all if Triton does not run. The host never waits for the device. A CUDA graph needs
+    ``capturable=True`` and ``lr`` as a tensor on the device, as with torch's. ValueError if ``fused`` is False,
+    RuntimeError if ``foreach`` or ``differentiable`` is True.
     """
 
     # GradScaler and TrainingStep set a flag on the device, for which it skips the update.
@@ -162,7 +162,7 @@ class AdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's does; ValueError if its ``fused`` is False or its ``foreach`` True."""
         if param_group.get("fused") is False or param_group.get("foreach"):
-            raise ValueError("a group asks for an update that is not fused, as all are here: see torch.optim.AdamW")
+            raise ValueError("a group has fused=False or foreach=True, but this AdamW is fused: see torch.optim.AdamW")
         super().add_param_group({**param_group, "fused": True, "foreach": None})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,9 +207,9 @@ def float8_products(model: nn.Module, cls: type[nn.Module]) -> nn.Module:
     """Train the linear layers in blocks of a class with products of float8 (e4m3); returns the same model.
 
     Weights, their names and the optimizer stay as they are: operands are rounded at each product, each row by a scale
-    of its own. Torch multiplies them on NVIDIA's GPUs from 8.9 on (Ada, Hopper), in bfloat16 models or under autocast,
-    if a layer's widths are multiples of 16. Otherwise the rounded operands are multiplied in float32, which is slow and
-    gives the same numbers. Call this before ``zoo.compile_regions``.
+    of its own. Torch multiplies float8 on NVIDIA GPUs of compute capability 8.9 or newer (Ada, Hopper), in bfloat16
+    models or under autocast, if a layer's widths are multiples of 16. Otherwise the rounded operands are multiplied in
+    float32, which is slow and gives the same numbers. Call this before ``zoo.compile_regions``.
 
     Args:
         model: A model of any library.

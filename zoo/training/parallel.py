@@ -36,18 +36,18 @@ def parallelize(
     names of the mesh's dimensions say what happens, in this order:
 
     1. Parameters and buffers are copied from the first process of the mesh to all others.
-    2. ``tp``: of the blocks of an ``LLM`` or a ``Bert`` each process holds some heads and a part of the MLP; others
-       need ``plan``. For inference call ``model.requires_grad_(False)`` before, so that weights are plain tensors and
-       not DTensors, and run the model in one stream. Processes of a group must be given equal batches.
+    2. ``tp``: each process holds some heads and a part of the MLP of each block, in an ``LLM`` or ``Bert``; other
+       models need ``plan``. For inference call ``model.requires_grad_(False)`` before, so that weights are plain
+       tensors and not DTensors, and run the model in one stream. Processes of a ``tp`` group must get equal batches.
     3. ``compile_regions``, then ``checkpoint_regions``.
     4. ``dp_shard``: ``fully_shard`` (FSDP2) of each block that repeats, and of the whole; together with
        ``dp_replicate`` it is hybrid. ``dp_replicate`` alone: ``DistributedDataParallel``.
 
     Args:
         model: Uncompiled, with its weights, on the mesh's device.
-        mesh: Of ``init_device_mesh(..., mesh_dim_names=...)``, dimensions of ``dp_replicate``, ``dp_shard``, ``tp``, in
-            this order.
-        plan: A plan of ``parallelize_module`` for a model that has none here.
+        mesh: Made by ``init_device_mesh(..., mesh_dim_names=...)``, with some of the dimensions ``dp_replicate``,
+            ``dp_shard`` and ``tp``, in this order.
+        plan: A plan as ``parallelize_module`` takes it, for a model that is neither an ``LLM`` nor a ``Bert``.
         compile: Whether regions are compiled.
         checkpoint: The class of blocks that ``checkpoint_regions`` is to run again in the backward.
         sharding: Options of ``fully_shard`` (``mp_policy``, ``reshard_after_forward`` of the blocks ...), or of
@@ -64,11 +64,11 @@ def parallelize(
     if shards == ("dp_replicate",) and tensor_parallel is not None:
         raise ValueError("DistributedDataParallel takes no tensor-parallel parameters: name a dp_shard dimension too")
     if not compile and (options or checkpoint):
-        raise ValueError(f"compile is False, but {', '.join(options) or 'checkpoint'} was given, which is of regions")
+        raise ValueError(f"compile is False, but {', '.join(options) or 'checkpoint'} was given, which needs regions")
     if sharding and not shards:
         raise ValueError(f"sharding is {dict(sharding)}, but the mesh has no dp_replicate or dp_shard, only {names}")
     if plan and tensor_parallel is None:
-        raise ValueError(f"plan is of tensor parallelism, but the mesh has no tp, only {names}")
+        raise ValueError(f"plan is for tensor parallelism, but the mesh has no tp, only {names}")
     splits = None
     if tensor_parallel is not None and plan is None:
         from zoo.training.tensor_parallel import split_blocks, splits_of
@@ -77,14 +77,14 @@ def parallelize(
     groups = resolve(model, options.get("regions"), options.get("exclude", ())).values()
     blocks = [block for group in groups if len(group) > 1 for block in group.values()]
 
-    # What is not split must be equal, and parts must be of one model.
+    # Tensors that are not split must be equal on all processes, and the parts of others must come from one model.
     for tensor in (*model.parameters(), *model.buffers()):
         for group in mesh.get_all_groups():
             dist.broadcast(tensor.detach(), group=group, group_src=0)
     if tensor_parallel is not None:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        # Processes of a group draw equal dropout for what is not split.
+        # Processes of a group must draw equal dropout for tensors that are not split.
         seed = torch.randint(2**31, (), device=mesh.device_type)
         dist.broadcast(seed, group=tensor_parallel.get_group(), group_src=0)
         torch.manual_seed(int(seed))
@@ -121,7 +121,7 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def mean_over(groups: Sequence[dist.ProcessGroup], value: Tensor) -> Tensor:
-    """The mean of a value over all processes; not finite if it is not on one of them."""
+    """The mean of a value over all processes; not finite if the value of any process is not."""
     for group in groups:
         dist.all_reduce(value, group=group)
         value = value / group.size()
@@ -145,7 +145,7 @@ def collective_obstacles(model: nn.Module) -> list[str]:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
-    """``clip_grad_norm_`` of parameters on several meshes or none: returns the norm of all over all processes."""
+    """``clip_grad_norm_`` for parameters on several meshes or none; returns the norm over all processes' gradients."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -193,7 +193,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, opti
     for block in blocks:
         if list(block.parameters()):
             fully_shard(block, mesh=mesh, **options)
-    # The root's are needed first in the backward: they stay.
+    # The backward needs the root's parameters first, so they stay gathered.
     options.pop("reshard_after_forward", None)
     fully_shard(model, mesh=mesh, **options)
     if isinstance(model, LLM):

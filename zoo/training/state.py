@@ -63,9 +63,8 @@ def save(step: Any, folder: Path, others: Mapping[str, Any]) -> None:
         except pickle.UnpicklingError as error:
             found = re.search(r"GLOBAL (\S+)", str(error))
             raise ValueError(
-                f"the state of {', '.join(others) or 'the optimizer'} holds {f'{found[1]}, ' if found else ''}more "
-                "than tensors and plain values, and could not be read again: have its state_dict() give tensors, lists "
-                "and numbers"
+                f"the state of {', '.join(others) or 'the optimizer'} holds {found[1] if found else 'an object'}, but "
+                "only tensors and plain values can be read again: have its state_dict() give tensors, lists and numbers"
             ) from error
 
 
@@ -170,7 +169,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any], file: Path) -> 
 
 
 def _weights(model: nn.Module, file: Path, pair: str) -> dict[str, Tensor]:
-    """The file's tensors, shared ones once; ValueError unless they are this model's and of the rest's save."""
+    """The file's tensors, shared ones once; ValueError unless they fit the model and have ``pair``, the save's id."""
     from safetensors import safe_open
 
     with reading(file, _REMEDY), safe_open(str(file), framework="pt") as tensors:

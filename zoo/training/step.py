@@ -75,8 +75,8 @@ class TrainingStep:
         cuda_graph: None captures where possible, and warns with the obstacles otherwise, also for single shapes of
             batches; True raises instead; False never captures. On a CPU True copies in and out as a capture would.
         warmup: Calls of each shape before it is captured, at least 2: one to compile, one to watch.
-        report_every: After so many steps wait for the device and look for a loss that was not finite.
-        most_graphs: Shapes that are captured; further ones run without a CUDA graph, which is said once.
+        report_every: Every so many steps, wait for the device and check for a loss that was not finite.
+        most_graphs: Most shapes to capture; further ones run without a CUDA graph, with one warning for each.
 
     Raises:
         TypeError, ValueError: If the model, the optimizer or an option does not fit, or ``cuda_graph=True`` and there
@@ -159,7 +159,7 @@ class TrainingStep:
             raise ValueError("a step needs at least one batch")
         if len({(each.dtype, each.dim()) for each in batches if isinstance(each, Tensor)}) > 1:
             given = ", ".join(map(_described, batches))
-            raise ValueError(f"the batches are unlike, {given}: step((x, y)) is one batch of two tensors")
+            raise ValueError(f"the batches differ in kind, {given}: step((x, y)) is one batch of two tensors")
         _check_training(self.model)
         loss = self._replay(batches) if self._captures else self._run(*batches)
         self.steps += 1
@@ -257,7 +257,7 @@ class TrainingStep:
         return None
 
     def _rehearse(self, batches: tuple[Any, ...], last: bool) -> Tensor:
-        """Run on a side stream, as a capture does; the last step before the capture is watched for waiting."""
+        """Run on a side stream, as a capture does; the last run before it must not wait for the device."""
         if self.device.type == "cpu":
             return self._run(*batches)
         # Always the same stream: the allocator keeps memory for each.
@@ -424,7 +424,7 @@ def _described(value: Any) -> str:
 
 
 def _can_skip(optimizer: Optimizer) -> bool:
-    """Whether a flag on the device can make it skip an update, as torch's fused optimizers."""
+    """Whether the optimizer skips an update by a flag on the device, as torch's fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -516,5 +516,5 @@ class FrozenOptions:
         return [param.requires_grad for param in state.parameters_of(self._optimizer)]
 
     def _options(self) -> dict[tuple[int, str], object]:
-        groups, others = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")
-        return {(at, name): value for at, group in groups for name, value in group.items() if name not in others}
+        groups, ignored = enumerate(self._optimizer.param_groups), ("params", "initial_lr", "param_names")
+        return {(at, name): value for at, group in groups for name, value in group.items() if name not in ignored}

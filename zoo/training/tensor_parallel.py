@@ -166,14 +166,14 @@ class HeadNorm(RMSNorm):
 
 
 def _alike(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor that is equal in all processes; each computes another part with it, and the gradients are added up."""
+    """A tensor, equal on all processes, with which each computes another part: its gradients are summed over all."""
     if not torch.is_grad_enabled():
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def _split(layer: nn.Module, dim: int, mesh: DeviceMesh, *, keep_frozen: bool, order: Tensor | None) -> None:
-    """Split a linear layer's weight along a dimension; its bias too along the first, or the bias is whole.
+    """Split a linear layer's weight along a dimension, and its bias if that is the first; else the bias stays whole.
 
     A shard must be consecutive, so rows are first put in ``order``. A state dict has them in the original order, which
     any number of processes can read.
@@ -197,12 +197,12 @@ def _turn_into(cls: type[nn.Module], module: nn.Module, mesh: DeviceMesh) -> Non
     module.split_over, module.group = mesh, mesh.get_group().group_name  # type: ignore[assignment]
 
 
-# Rows that are summed in one kernel.
+# Most rows that one kernel sums.
 SHARED_ROWS = 32
 
 
 def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Shared | None]) -> Shared | None:
-    """Memory of all processes for few rows of a product, if the weight does not learn and they reach each other's."""
+    """Memory that all processes reach, for sums of few rows. None if the weight learns or there is no such memory."""
     fits = not isinstance(weight, DTensor) and weight.dtype in KERNEL_DTYPES and triton_runs_on(weight.device)
     if not fits or torch.version.hip is not None:
         return None
@@ -213,23 +213,23 @@ def _shared_memory(weight: Any, mesh: DeviceMesh, made: dict[Any, Shared | None]
 
 
 def _make_shared(numbers: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh) -> Shared | None:
-    """Memory for sums of at most so many numbers, or None on all processes; each calls it."""
+    """Memory for sums of at most ``numbers`` numbers, or None on all processes; all of them must call this."""
     from torch.distributed import _symmetric_memory as symmetric
 
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
 
-    def told(value: Any) -> list[Any]:
-        """What all processes say, by rank, once all have said it."""
+    def gathered(value: Any) -> list[Any]:
+        """The values of all processes, by rank, once all have called it."""
         found: list[Any] = [None] * ranks
         dist.all_gather_object(found, value, group=group)
         return found
 
-    # Asked before, since a rendezvous with another host may not end.
-    hosts, devices = zip(*told((socket.gethostname(), device.index)), strict=True)
+    # Checked first, since a rendezvous with another host may not end.
+    hosts, devices = zip(*gathered((socket.gethostname(), device.index)), strict=True)
     near = ranks > 1 and len(set(hosts)) == 1 and len(set(devices)) == ranks
     near = near and max(devices) < torch.cuda.device_count()
     peers = [each for each in devices if each != device.index]
-    if not all(told(near and all(torch.cuda.can_device_access_peer(device.index, each) for each in peers))):
+    if not all(gathered(near and all(torch.cuda.can_device_access_peer(device.index, each) for each in peers))):
         return None
     programs = ceil_div(numbers, kernels.sums.WORDS)
     shape = 2, ranks, programs * kernels.sums.WORDS
@@ -245,7 +245,7 @@ def _make_shared(numbers: int, dtype: torch.dtype, device: torch.device, mesh: D
     except RuntimeError:  # whatever a driver or a container does not allow
         pass
     torch.cuda.synchronize(device)  # nobody writes into another's memory before that is all zeros
-    if None in (offsets := told(offset)):
+    if None in (offsets := gathered(offset)):
         return None
     part = memory[0, rank].data_ptr() - memory.data_ptr()
     addresses = [start + each + part for start, each in zip(starts, offsets, strict=True)] + [memory.data_ptr()]

@@ -235,11 +235,11 @@ def judge_step(
     _judge_step[(1,)](loss, norm, count, last, last_loss, skip, num_warps=1)
 
 
-# Rows and columns of a tile whose magnitudes are found, tiles below each other in a program, those loaded ahead, warps.
+# For magnitudes: rows and columns of a tile, tiles below each other in a program, tiles loaded ahead, and warps.
 DOWN, ACROSS, LOOP, AHEAD, SEEK_WARPS = 32, 128, 4, 3, 4
-# Rows and columns of a tile that is rounded, and warps.
+# For rounding: rows and columns of a tile, and warps.
 TILE, TILE_WARPS = 64, 2
-# The greatest number of float8, and what stands for a smaller greatest number of a row.
+# The maximum of float8, and the lower bound of a row's greatest magnitude, whose inverse must be finite.
 _GREATEST, _LEAST = tl.constexpr(448.0), tl.constexpr(1e-30)
 
 
@@ -256,7 +256,7 @@ def _magnitudes(
         in_rows = row < rows
         place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
         value = tl.load(x + place, mask=in_rows[:, None] & in_columns[None, :], other=0.0).to(tl.float32)
-        # The bits of numbers from zero on have their order, with NaN above all.
+        # The bits of non-negative numbers, as integers, have the order of the numbers, with NaN above all.
         bits = tl.abs(value).to(tl.int32, bitcast=True)
         tl.atomic_max(greatest + row, tl.max(bits, 1), mask=in_rows, sem="relaxed")
         most = tl.maximum(most, bits)
@@ -265,7 +265,7 @@ def _magnitudes(
 
 @triton.jit
 def _factor(greatest, there):
-    """What maps the greatest number to float8's, and its inverse, rounded as by torch."""
+    """The factor that maps the greatest magnitude to the maximum of float8, and its inverse, rounded as by torch."""
     most = tl.load(greatest, mask=there, other=0).to(tl.float32, bitcast=True)
     most = tl.where(most < _LEAST, _LEAST, most)
     return tl.div_rn(1.0, most) * _GREATEST, most * (1.0 / _GREATEST)
@@ -275,7 +275,7 @@ def _factor(greatest, there):
 def _round(
     x, greatest, by_row, row_scale, by_column, column_scale, rows, padded, COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    # From the end: what the kernel before read last is still in the cache.
+    # Backwards, since the tiles that the kernel before read last are still in the cache.
     tile_row, tile_column = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
     in_rows, in_columns = row < rows, column < COLUMNS
@@ -310,9 +310,9 @@ def magnitudes(x: Tensor) -> Tensor:
 def round_(
     x: Tensor, greatest: Tensor, by_row: bool, by_column: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """X [n, K] in float8 by a scale per row, [n, K] and [n, 1] float32; and transposed by one per column.
+    """X [n, K] in float8, with scales [n, 1] float32 of its rows; and its transpose, with scales of x's columns.
 
-    The transposed is [K, n'], with zeros from column n to n', the next number that a product takes.
+    The transpose is [K, n'], with zeros from column n on; n' is the next size that a product takes.
     """
     x, (rows, columns) = x.contiguous(), x.shape
     padded = ceil_div(rows, MULTIPLE) * MULTIPLE
