@@ -197,7 +197,8 @@ def load_compiled(
         The same model.
 
     Raises:
-        ArtifactError: If a key is given and the folder was not signed with it; with ``strict``, if anything misfits.
+        ArtifactError: If a key is given and the folder was not signed with it; if the model is not compiled and the
+            folder does not say how its regions were chosen; with ``strict``, if anything misfits.
         ValueError: If the key is empty.
     """
     _check_key(key)

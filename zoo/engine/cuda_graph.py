@@ -263,8 +263,8 @@ def cuda_graph(
         CaptureError: If an operation synchronises or the capture fails; the process stays usable.
         TypeError: If an argument is neither a tensor, a plain value, nor a container of them, and is not static; if
             ``args``, ``kwargs``, ``static`` or a bucket has another form than above.
-        ValueError: If an input requires grad, two buckets have the same shapes, or no tensor tells the step's device;
-            if the module's calls are captured already, or ``most_graphs`` is not positive.
+        ValueError: If an input requires grad, two buckets have the same shapes, or the tensors are on several GPUs or
+            missing; if the module's calls are captured already, or ``most_graphs`` is not positive.
     """
     example = checked_example(args, kwargs)
     if isinstance(fn, nn.Module) and not args and kwargs is None and buckets is None and not static:
