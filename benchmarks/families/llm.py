@@ -218,7 +218,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
     parameters = base.parameters_of(LLM, config)
     flops = llm_arms.flops(config, rows)
     if case.impl == "zoo" and quantized(case):
-        # Products of float8 have twice the rate of bfloat16's, which the floor takes.
+        # The floor is at bfloat16's peak rate. Float8 has twice that rate, so half of these products' FLOPs count.
         flops -= rows.batch * rows.length * config.num_hidden_layers * llm_arms.layer_matrices(config)
     return base.Prepared(
         model=model.train(),

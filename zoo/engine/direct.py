@@ -269,10 +269,11 @@ def _suits_cudnn(images: Tensor) -> bool:
 
 def convolution_by_cudnn(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
     """``torch.convolution`` in half precision by cuDNN; saves the host torch's choice among libraries in each call."""
-    if not torch._C._get_cudnn_enabled():
+    settings = torch._C
+    if not settings._get_cudnn_enabled():
         return torch.convolution(x, weight, None, stride, padding, dilation, False, (0, 0), 1)
-    deterministic = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
-    benchmark = torch._C._get_cudnn_benchmark()
+    deterministic = settings._get_cudnn_deterministic() or settings._get_deterministic_algorithms()
+    benchmark = settings._get_cudnn_benchmark()
     return torch.cudnn_convolution(x, weight, padding, stride, dilation, 1, benchmark, deterministic, False)
 
 

@@ -230,7 +230,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> Tensor:
-    """The product of a [m, K] and b [n, K], transposed: [m, n]. Hopper's ``fast`` sums have 14 bits."""
+    """The product of a [m, K] and b [n, K], transposed: [m, n]. On Hopper ``fast`` sums have 14 bits (DeepSeek-V3)."""
     device, sizes = a.numbers.device, (a.numbers.shape[1], b.numbers.shape[0])
     fits = sizes[0] % MULTIPLE == sizes[1] % MULTIPLE == 0 and dtype == torch.bfloat16
     if fits and device.type == "cuda" and torch.version.hip is None and converts_float8(device):
@@ -248,7 +248,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
     """``Rounded`` of x [n, K], and of its transpose [K, n], perhaps padded with zeros. None if not asked for."""
     if kernels_run(x):
-        found = kernels.training.round_(x, greatest, by_row, by_column)
+        found = kernels.training.rounded(x, greatest, by_row, by_column)
         return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])
     return _rounded(x) if by_row else None, _rounded(x.t()) if by_column else None
 

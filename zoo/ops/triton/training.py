@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.training import MULTIPLE, TOGETHER
+from zoo.ops.training import FLOAT8, MULTIPLE, TOGETHER
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
@@ -239,8 +239,8 @@ def judge_step(
 DOWN, ACROSS, LOOP, AHEAD, SEEK_WARPS = 32, 128, 4, 3, 4
 # For rounding: rows and columns of a tile, and warps.
 TILE, TILE_WARPS = 64, 2
-# The maximum of float8, and the lower bound of a row's greatest magnitude, whose inverse must be finite.
-_GREATEST, _LEAST = tl.constexpr(448.0), tl.constexpr(1e-30)
+# The maximum of float8, and the lower bound of a row's greatest magnitude, as in ``zoo.ops.training._rounded``.
+_GREATEST, _LEAST = tl.constexpr(torch.finfo(FLOAT8).max), tl.constexpr(1e-30)
 
 
 @kernel(do_not_specialize=["rows"])
@@ -307,7 +307,7 @@ def magnitudes(x: Tensor) -> Tensor:
     return greatest
 
 
-def round_(
+def rounded(
     x: Tensor, greatest: Tensor, by_row: bool, by_column: bool
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """X [n, K] in float8, with scales [n, 1] float32 of its rows; and its transpose, with scales of x's columns.
@@ -317,7 +317,7 @@ def round_(
     x, (rows, columns) = x.contiguous(), x.shape
     padded = ceil_div(rows, MULTIPLE) * MULTIPLE
     found = [
-        (x.new_empty(n, k, dtype=torch.float8_e4m3fn), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
+        (x.new_empty(n, k, dtype=FLOAT8), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
         for asked, n, k in ((by_row, rows, columns), (by_column, columns, padded))
     ]
     _round[(ceil_div(columns, TILE), ceil_div(padded, TILE))](
