@@ -41,8 +41,9 @@ ENOUGH, MOST_TILES = 4096, 4
 POOL = {"ROWS": 8, "BLOCK": 64, "num_warps": 2}
 # The mean over the pixels of an image.
 MEAN = {"ROWS": 64, "BLOCK": 32, "num_warps": 4}
-# Sums over rows: batch statistics and their gradients. The chunk size is chosen to give about this many programs.
-SUMS = {"ROWS": 64, "BLOCK": 64, "num_warps": 8}
+# Sums over rows: batch statistics and their gradients. AHEAD is the number of tiles in flight. The chunk size is chosen
+# to give about this many programs.
+SUMS = {"ROWS": 32, "BLOCK": 64, "AHEAD": 3, "num_warps": 4}
 PROGRAMS = 512
 # Merging chunks: few channels per program, since channels are the only parallel dimension.
 FINISH = {"ROWS": 512, "BLOCK": 8, "num_warps": 8}
@@ -186,12 +187,14 @@ def _product_norm_act(
 
 
 @kernel(do_not_specialize=["rows", "share", "chunks"])
-def _moments(x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _moments(
+    x, part, rows, channels, share, chunks, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
     # Each element of the tile keeps its own mean until the final merge.
     mean = tl.zeros([ROWS, BLOCK], tl.float32)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(begin, end, ROWS):
+    for start in tl.range(begin, end, ROWS, num_stages=AHEAD):
         place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
         value = of_rows(x, place, inner, seen)
         before = ((start - begin) // ROWS).to(tl.float32)
@@ -260,7 +263,7 @@ def _relu_gradient(grad, out, place, inner, seen, centred, scale, offset):
 @kernel(do_not_specialize=["rows", "share", "chunks"])
 def _sums(
     grad, x, mean, variance, weight, bias, out, other, other_mean, other_variance, other_weight, part, rows, channels,
-    share, chunks, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    share, chunks, eps: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     chunk, channel, live, begin, end = span(rows, channels, share, BLOCK)
     middle, rstd, scale = norm_of(mean, variance, weight, channel, live, eps)
@@ -270,7 +273,7 @@ def _sums(
     if other is not None:
         other_middle, other_rstd, _ = norm_of(other_mean, other_variance, other_weight, channel, live, eps)
         other_along = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(begin, end, ROWS):
+    for start in tl.range(begin, end, ROWS, num_stages=AHEAD):
         place, inner, seen = tile_at(start, begin, end, channel, channels, ROWS)
         centred = of_rows(x, place, inner, seen) - middle[None, :]
         change = _relu_gradient(grad, out, place, inner, seen, centred, scale, offset)

@@ -39,7 +39,8 @@ def tile_of(rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 # Tile (rows, columns), 8 warps: 32 bytes per thread in half precision, with whole cache lines per warp.
 ROWS, COLUMNS = 8, 512
-# Maximum parts of a tile's columns. For a width of 3,072: three tiles per half multiprocessor of a large GPU.
+# Maximum parts of a tile's columns. For a width of 3,072: three tiles per half multiprocessor of a large GPU. The
+# backward of GELU takes half as many, with three tiles in flight in each.
 PARTS = 128
 # Tile of the last kernel (parts, columns): many small programs, since it reads little.
 PARTS_AT_ONCE, LAST_COLUMNS = 128, 16
@@ -254,7 +255,7 @@ def _bias_gelu_backward(
     below = tl.arange(0, ROWS)
     added = tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(mine * ROWS, rows, tl.num_programs(1) * ROWS):
+    for first in tl.range(mine * ROWS, rows, tl.num_programs(1) * ROWS, num_stages=3):
         seen = (first + below < rows)[:, None] & (column < columns)[None, :]
         place = first * columns + below[:, None] * columns + column[None, :]
         change = tl.load(grad + place, mask=seen, other=0.0).to(tl.float32)
@@ -286,7 +287,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tup
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     out, grad_bias, columns = torch.empty_like(x), torch.empty_like(bias), x.shape[-1]
     rows = x.numel() // columns
-    parts = max(1, min(ceil_div(rows, ROWS), PARTS))
+    parts = max(1, min(ceil_div(rows, ROWS), PARTS // 2))
     part = x.new_empty(parts, 1, columns, dtype=torch.float32)
     _bias_gelu_backward[(ceil_div(columns, COLUMNS), parts)](
         grad, x, bias, out, part, rows, columns, TANH=tanh, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=8
