@@ -237,7 +237,9 @@ def _multiply(a: Rounded, b: Rounded, dtype: torch.dtype, fast: bool) -> Tensor:
         scales = a.scale, b.scale.t()
         return torch._scaled_mm(a.numbers, b.numbers.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
     # Scaled afterwards: half precision, to which autocast rounds the operands, represents float8's numbers exactly.
-    return (a.numbers.float() @ b.numbers.float().t() * a.scale * b.scale.t()).to(dtype)
+    # The kernel pads a transpose's columns.
+    numbers = b.numbers[:, : a.numbers.shape[1]]
+    return (a.numbers.float() @ numbers.float().t() * a.scale * b.scale.t()).to(dtype)
 
 
 def _magnitudes(x: Tensor) -> Tensor:
