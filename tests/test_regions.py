@@ -118,27 +118,6 @@ def test_the_report_says_which_inputs_and_which_entries_of_a_configuration_diffe
     assert "differs: inputs['store']['x']: not given / a tensor / 1" in text
 
 
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        ({"x": torch.ones(2, 4)}, "write kwargs=inputs, where inputs is the same dict"),
-        ((torch.ones(2, 4),), "write args=inputs, where inputs is the same tuple"),
-        (torch.ones(2, 4), r"write args=\(inputs,\), where inputs is the same Tensor"),
-    ],
-)
-def test_inputs_in_the_old_form_work_with_a_note(inputs: Any, said: str) -> None:
-    model = Shrinking(Block(4), Block(4)).eval()
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("default")
-        for _ in range(2):
-            assert zoo.find_regions(model, inputs=inputs).graphs_needed == 2
-    (note,) = notes  # one for each place that calls it
-    assert note.category is DeprecationWarning and note.filename == __file__ and re.search(said, str(note.message))
-    with pytest.warns(DeprecationWarning, match=said) as warned:
-        zoo.compile_regions(model, inputs=inputs, backend="eager")
-    assert warned[0].filename == __file__
-
-
 @pytest.mark.gpu
 def test_device_share_on_a_gpu() -> None:
     model = Stack(width=512, depth=4).cuda()

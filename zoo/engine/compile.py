@@ -116,7 +116,7 @@ def compiled_plan(model: nn.Module) -> Plan:
 def compile_regions(
     model: nn.Module, *, regions: Sequence[Region | type[nn.Module] | str] | None = None,
     exclude: Sequence[type[nn.Module] | str] = (), args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None, inputs: Any = None, mode: str | None = None, backend: Any = "inductor",
+    kwargs: Mapping[str, Any] | None = None, mode: str | None = None, backend: Any = "inductor",
     options: Mapping[str, Any] | None = None, dynamic: bool | None = None, fullgraph: bool = True,
 ) -> nn.Module:  # fmt: skip
     """Compile each region of a model in place; nothing is compiled before the first call (or ``warm_up``).
@@ -132,7 +132,6 @@ def compile_regions(
             makes it eagerly: regions, graphs and obstacles are those of that call. Without them a model that declares
             no regions is warned of a per-layer value only when this costs a graph.
         kwargs: Keyword arguments of that call.
-        inputs: Deprecated, as in ``find_regions``.
         mode: A ``torch.compile`` mode without CUDA graphs: ``"default"`` or ``"max-autotune-no-cudagraphs"``. Other
             backends than Inductor have none.
         backend: A ``torch.compile`` backend.
@@ -167,7 +166,7 @@ def compile_regions(
         regions=regions, exclude=exclude, mode=mode, backend=backend, options=options, dynamic=dynamic,
         fullgraph=fullgraph,
     )  # fmt: skip
-    place_calls(without_ddp(model), choices, given_example(args, kwargs, inputs))
+    place_calls(without_ddp(model), choices, given_example(args, kwargs))
     return model
 
 

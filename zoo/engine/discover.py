@@ -154,7 +154,7 @@ class RegionReport:
 def find_regions(
     model: nn.Module, regions: Sequence[Region | type[nn.Module] | str] | None = None, *,
     exclude: Sequence[type[nn.Module] | str] = (), args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None, inputs: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> RegionReport:  # fmt: skip
     """Report which submodules can be compiled as regions, how many graphs they need and what stands in the way.
 
@@ -170,14 +170,13 @@ def find_regions(
             in their inputs are told apart, and attributes count only where a branch that was taken reads them; on a GPU
             each region's share of device time is measured as well.
         kwargs: Keyword arguments of that call; ``{}`` if it has no arguments at all.
-        inputs: Deprecated: a dict is ``kwargs`` now, a tuple ``args``, a single tensor ``args=(x,)``.
 
     Raises:
         TypeError: If a region is no module class, ``regions`` no list, ``args`` no tuple or ``kwargs`` no mapping.
         ValueError: If a region matches nothing, is nested in another, or has parameters without a shape yet.
     """
     model = without_ddp(model)
-    example = given_example(args, kwargs, inputs)
+    example = given_example(args, kwargs)
     chosen = resolve(model, regions, exclude, example)
     report, _ = report_on(model, regions, chosen, example)
     if report.declared or regions is not None or example is None:

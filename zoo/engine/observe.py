@@ -7,14 +7,13 @@ import inspect
 import itertools
 import random
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,19 +37,10 @@ def checked_example(args: Any = (), kwargs: Any = None) -> Example:
     return tuple(args), dict(kwargs or {})
 
 
-def given_example(args: Any, kwargs: Any, inputs: Any) -> Example | None:
-    """The call that a public function was given, or None. Its caller is warned of ``inputs``, the deprecated form."""
-    example, given = checked_example(args, kwargs), kwargs is not None or bool(args)
-    if inputs is None:
-        return example if given else None
-    if given:
-        raise TypeError("inputs= is given beside args= or kwargs=, which replace it; leave inputs= out")
-    by_name, single = isinstance(inputs, Mapping), isinstance(inputs, Tensor)
-    example = checked_example(kwargs=inputs) if by_name else checked_example((inputs,) if single else inputs)
-    form = "kwargs=inputs" if by_name else "args=(inputs,)" if single else "args=inputs"
-    message = f"inputs= is deprecated: write {form}, where inputs is the same {type(inputs).__name__}"
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return example
+def given_example(args: Any, kwargs: Any) -> Example | None:
+    """The call that a public function was given; None if it was given none."""
+    example = checked_example(args, kwargs)
+    return example if args or kwargs is not None else None
 
 
 @contextlib.contextmanager
