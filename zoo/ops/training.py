@@ -69,9 +69,7 @@ def _launches(
         return []
     rate = None if _is_on_host(group["lr"]) else group["lr"]
     params, grads, averages, squares, _, counts = tensors
-    # All parameters together are too small for a launch, unless torch's kernel does not take their dtypes.
-    small = sum(map(Tensor.numel, params)) < LARGE
-    if small and all(map(_are_of_one_dtype, params, grads, averages, squares)):
+    if sum(map(Tensor.numel, params)) < LARGE:
         return []
     alike: dict[Any, list[int]] = {}
     for index, each in enumerate(zip(params, grads, averages, squares, strict=True)):
@@ -80,16 +78,14 @@ def _launches(
             # A misaligned tensor would disable vector loads for its whole launch, and compile a kernel for its
             # position among the arguments. So a large misaligned parameter gets a launch of its own.
             aligned = all(tensor.data_ptr() % _VECTOR == 0 for tensor in each)
-            dtypes = *(tensor.dtype for tensor in each), count.dtype
-            alike.setdefault((param.device, param.numel(), *dtypes) if aligned else index, []).append(index)
+            kind = param.device, param.numel(), param.dtype, count.dtype
+            alike.setdefault(kind if aligned else index, []).append(index)
     found = []
     for same in alike.values():
-        first = [held[same[0]] for held in tensors[:4]]
-        size = first[0].numel()
-        if kernels_run(*first) and _are_numbers_on(first[0].device, rate, scale, skip):
-            several_dtypes = not _are_of_one_dtype(*first)
+        first = params[same[0]]
+        if kernels_run(first) and _are_numbers_on(first.device, rate, scale, skip):
             launches = (same[start : start + TOGETHER] for start in range(0, len(same), TOGETHER))
-            found += [each for each in launches if several_dtypes or len(each) * size >= LARGE]
+            found += [each for each in launches if len(each) * first.numel() >= LARGE]
     return found
 
 
@@ -98,21 +94,15 @@ def _is_on_host(rate: Tensor | float) -> bool:
 
 
 def _fits(param: Tensor, *state: Tensor) -> bool:
-    """Whether the kernel takes a parameter: it is large, or has mixed dtypes, which torch's kernel refuses."""
+    """Whether the kernel takes a parameter: it is large, and its gradient and state are alike in dtype and layout."""
     # This check comes first: most parameters are small, and the host checks all of them in every step.
-    if (size := param.numel()) < SMALLEST and _are_of_one_dtype(param, *state):
-        return False
-    if not size:
+    if param.numel() < SMALLEST:
         return False
     # Excludes sharded tensors and other tensor subclasses.
     plain = type(param) in (Tensor, nn.Parameter) and all(type(each) is Tensor for each in state)
     dense = param.is_contiguous() or (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
-    stride, shape = param.stride(), param.shape
-    return plain and dense and all(each.stride() == stride and each.shape == shape for each in state)
-
-
-def _are_of_one_dtype(param: Tensor, grad: Tensor, average: Tensor, square: Tensor) -> bool:
-    return param.dtype == grad.dtype == average.dtype == square.dtype
+    like = param.dtype, param.shape, param.stride()
+    return plain and dense and all((each.dtype, each.shape, each.stride()) == like for each in state)
 
 
 def _are_numbers_on(device: torch.device, *values: Tensor | float | None) -> bool:

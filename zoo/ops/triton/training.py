@@ -98,7 +98,7 @@ def adamw(
 ) -> None:  # fmt: skip
     """Update K parameters in place. The four tensors of a parameter have M elements, equal strides and no gaps.
 
-    All parameters have the dtypes of the first, and ``counts`` include this step.
+    All have the dtype of the first parameter; ``counts`` include this step.
     """
     numbers = params[0].numel()
     coefficients: list[float] = []
