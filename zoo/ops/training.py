@@ -27,9 +27,7 @@ SMALLEST = LARGE // TOGETHER
 _VECTOR = 16
 
 
-def adamw(
-    group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None, *, has_complex: bool
-) -> None:
+def adamw(group: dict[str, Any], tensors: list[list[Tensor]], scale: Tensor | None, skip: Tensor | None) -> None:
     """Update the parameters of a group in place: large ones by the zoo's kernel, all others by torch's fused kernel.
 
     ``group`` holds the options of ``torch.optim.AdamW``. The tensors are parameters, gradients, averages of gradients
@@ -55,10 +53,10 @@ def adamw(
     params, grads, averages, squares, greatest, counts = tensors
     if params:
         fused_adamw(
-            params, grads, averages, squares, greatest, counts, fused=True, capturable=group["capturable"],
-            differentiable=group["differentiable"], grad_scale=scale, found_inf=skip, has_complex=has_complex,
-            amsgrad=group["amsgrad"], beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-            eps=group["eps"], weight_decay=group["weight_decay"], maximize=group["maximize"],
+            params, grads, averages, squares, greatest, counts, fused=True, differentiable=group["differentiable"],
+            grad_scale=scale, found_inf=skip, amsgrad=group["amsgrad"], beta1=group["betas"][0],
+            beta2=group["betas"][1], lr=group["lr"], eps=group["eps"], weight_decay=group["weight_decay"],
+            maximize=group["maximize"],
         )  # fmt: skip
 
 

@@ -223,7 +223,6 @@ class _Linear(torch.autograd.Function):
         x_learns, weight_learns = ctx.needs_input_grad[:2]
         # Each factor is saved only for the gradient of the other. A frozen weight saves no activation.
         ctx.save_for_backward(x if weight_learns else None, low if x_learns else None)
-        ctx.biased, ctx.adds = bias is not None, added is not None
         if added is not None:
             return torch.addmm(added, x, low.t())
         return F.linear(x, low, None if bias is None else bias.to(x.dtype))
@@ -235,8 +234,8 @@ class _Linear(torch.autograd.Function):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad @ low if wanted[0] else None
         grad_weight = weight_gradient(rows, x.reshape(-1, x.shape[-1])) if wanted[1] else None
-        grad_bias = column_sums(rows, torch.float32) if ctx.biased and wanted[2] else None
-        return grad_x, grad_weight, grad_bias, grad if ctx.adds else None
+        grad_bias = column_sums(rows, torch.float32) if wanted[2] else None
+        return grad_x, grad_weight, grad_bias, grad if wanted[3] else None
 
 
 # With fewer rows the library's product and a separate gate are faster, measured on an H200.

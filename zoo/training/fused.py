@@ -185,12 +185,12 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         for group in self.param_groups:
             tensors: list[list[Tensor]] = [[] for _ in range(6)]
-            has_complex = self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+            self._init_group(group, *tensors)  # type: ignore[no-untyped-call]
             # Each number is updated alone, so each process updates those that it holds.
             if any(map(is_sharded, tensors[0])):
                 tensors = [[to_local(each) for each in held] for held in tensors]
             scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            adamw(group, tensors, scale, skip, has_complex=has_complex)
+            adamw(group, tensors, scale, skip)
         return loss
 
 
