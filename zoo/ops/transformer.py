@@ -159,7 +159,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def takes_low(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether kernels run and autocast would convert weight and bias for x, so that ``low_linear`` applies."""
+    """Whether autocast would convert weight and bias for x, so that ``low_linear`` applies."""
     wide = weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32)
     return wide and x.dtype in _LOW and torch.is_autocast_enabled(x.device.type) and compute_dtype(x) == x.dtype
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -99,24 +100,20 @@ def split_blocks(model: nn.Module, splits: Sequence[BlockSplit], mesh: DeviceMes
         config = model.config
         heads, key_heads = config.num_attention_heads // ways, config.num_key_value_heads // ways
         if keep_frozen and not model.output_weight.requires_grad and config.vocab_size % ways == 0:
-            model.split_logits = SplitLogits(ways, mesh.get_local_rank(), mesh.get_group().group_name)
+            group = mesh.get_group().group_name
+            model.split_logits = functools.partial(_split_logits, ways, mesh.get_local_rank(), group)
         model.config = dataclasses.replace(config, num_attention_heads=heads, num_key_value_heads=key_heads)
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitLogits:
-    """The output product of an ``LLM``, where each process multiplies by its rows of the whole weight."""
+def _split_logits(ways: int, rank: int, group: str, head: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """The output product of an ``LLM``, where each process multiplies by its rows of the whole weight [V, C].
 
-    ways: int
-    rank: int
-    group: str
-
-    def __call__(self, head: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-        """X [B, L, C], weight [V, C] -> logits [B, L, V] on all processes."""
-        part = head(x, weight.chunk(self.ways)[self.rank]).contiguous()
-        found = torch.ops._c10d_functional.all_gather_into_tensor(part, self.ways, self.group)
-        found = torch.ops._c10d_functional.wait_tensor(found)
-        return found.view(self.ways, *part.shape).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
+    X [B, L, C] -> logits [B, L, V] on all processes.
+    """
+    part = head(x, weight.chunk(ways)[rank]).contiguous()
+    found = torch.ops._c10d_functional.all_gather_into_tensor(part, ways, group)
+    found = torch.ops._c10d_functional.wait_tensor(found)
+    return found.view(ways, *part.shape).movedim(0, -2).flatten(-2)  # type: ignore[no-any-return]
 
 
 class ColumnLinear(nn.Linear):

@@ -115,8 +115,8 @@ def adamw(
 
 
 # Bytes of a row per step (16 two-byte logits per thread), pipeline stages, and warps. Warps are the maximum of a
-# program; on AMD's GPUs, which have less room for loads in flight, a warp has 64 threads.
-BYTES, STAGES, WARPS = (32768, 1, 32) if torch.version.hip is None else (32768, 1, 16)
+# program; on AMD's GPUs a warp has 64 threads.
+BYTES, STAGES, WARPS = 32768, 1, 32 if torch.version.hip is None else 16
 # Elements per step of a scaling program, maximum programs, and warps. Few programs, since mostly all return at once.
 SCALE_BLOCK, SCALE_PROGRAMS, SCALE_WARPS = 4096, 2048, 8
 # The largest finite float32.
