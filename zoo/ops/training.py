@@ -238,8 +238,7 @@ def _magnitudes(x: Tensor) -> Tensor:
 def _round(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Any, Any]:
     """``Rounded`` of x [n, K], and of its transpose [K, n], perhaps padded with zeros. None if not asked for."""
     if kernels_run(x):
-        found = kernels.training.rounded(x, greatest, by_row, by_column)
-        return found[0] and Rounded(*found[0]), found[1] and Rounded(*found[1])
+        return kernels.training.rounded(x, greatest, by_row, by_column)
     return _rounded(x) if by_row else None, _rounded(x.t()) if by_column else None
 
 

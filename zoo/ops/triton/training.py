@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zoo.engine.kernel import kernel
 from zoo.ops.common import ceil_div
-from zoo.ops.training import FLOAT8, MULTIPLE, TOGETHER
+from zoo.ops.training import FLOAT8, MULTIPLE, TOGETHER, Rounded
 
 # Elements and warps of a program: a thread has 8 elements of each tensor, one vector in half precision.
 UPDATE_BLOCK, UPDATE_WARPS = 1024, 4
@@ -307,17 +307,15 @@ def magnitudes(x: Tensor) -> Tensor:
     return greatest
 
 
-def rounded(
-    x: Tensor, greatest: Tensor, by_row: bool, by_column: bool
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """X [n, K] in float8, with scales [n, 1] float32 of its rows; and its transpose, with scales of x's columns.
+def rounded(x: Tensor, greatest: Tensor, by_row: bool, by_column: bool) -> tuple[Rounded | None, Rounded | None]:
+    """X [n, K] with scales of its rows; and its transpose, with scales of x's columns. None if not asked for.
 
     The transpose is [K, n'], with zeros from column n on; n' is the next size that a product takes.
     """
     x, (rows, columns) = x.contiguous(), x.shape
     padded = ceil_div(rows, MULTIPLE) * MULTIPLE
     found = [
-        (x.new_empty(n, k, dtype=FLOAT8), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
+        Rounded(x.new_empty(n, k, dtype=FLOAT8), x.new_empty(n, 1, dtype=torch.float32)) if asked else None
         for asked, n, k in ((by_row, rows, columns), (by_column, columns, padded))
     ]
     _round[(ceil_div(columns, TILE), ceil_div(padded, TILE))](
