@@ -18,13 +18,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 Function = Callable[..., Any]
 
 
+def dynamo_constant(function: Callable[..., bool]) -> Callable[..., bool]:
+    """Make Dynamo call a function instead of tracing it, and take the result for a constant without a guard."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# Dynamo would trace the call as an operation. No guard is needed: Dynamo traces no region inside a transform, and
+# enters a region's own transforms during tracing.
+@dynamo_constant
 def _functorch_runs() -> bool:
     return torch._C._are_functorch_transforms_active()
-
-
-# Marked, since Dynamo would trace the call as an operation. No guard is needed: Dynamo traces no region inside a
-# transform, and enters a region's own transforms during tracing.
-_functorch_runs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def transformed() -> bool:

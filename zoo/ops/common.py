@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.engine.autograd import transformed
+from zoo.engine.autograd import dynamo_constant, transformed
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 # Dtypes that the kernels take. They compute in float32.
@@ -18,6 +18,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 ENABLED = os.environ.get("ZOO_OWN_KERNELS") != "0"
 
 
+# The GPU does not change, so no guard is needed.
+@dynamo_constant
 def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and supports this GPU. Callable inside a region: the compiler folds the answer."""
     return device.type == "cuda" and HAS_TRITON and ENABLED and _triton_knows(device)
@@ -29,25 +31,17 @@ def _triton_knows(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_properties(device).major >= 8
 
 
-# Dynamo calls a marked function instead of tracing it. The GPU does not change, so no guard is needed.
-triton_runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@dynamo_constant
 def has_tma(device: torch.device) -> bool:
     """Whether a GPU is a Hopper, for which kernels that read tiles by TMA were measured."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_properties(device).major == 9
 
 
-has_tma._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+@dynamo_constant
 def converts_float8(device: torch.device) -> bool:
     """Whether a device takes float8_e4m3fn: False for NVIDIA's GPUs before 8.9, True for all other devices."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return not nvidia or torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-converts_float8._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernels_run(*tensors: Tensor | None) -> bool:
