@@ -220,6 +220,18 @@ def test_the_model_stays_as_it_is_and_shares_nothing() -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
+def test_a_folded_model_runs_the_hooks_of_its_convolutions(device: str) -> None:
+    folded, images = fold_batch_norm(trained().to(device)), torch.randn(2, 3, 64, 64, device=device)
+    seen: list[nn.Module] = []
+    convolutions = [each for each in folded.modules() if isinstance(each, nn.Conv2d)]
+    with torch.inference_mode():
+        before = folded(images)
+        for each in convolutions:
+            each.register_forward_hook(lambda module, *_: seen.append(module))
+        assert relative_error(folded(images), before) < 1e-3
+    assert set(seen) == set(convolutions) and len(seen) == len(convolutions)
+
+
 def test_regions_of_folded_models() -> None:
     folded = fold_batch_norm(trained())
     eager = copy.deepcopy(folded)

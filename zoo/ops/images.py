@@ -440,9 +440,13 @@ def mean_linear(x: Tensor, layer: nn.Linear) -> Tensor:
 def conv_bias_act(x: Tensor, conv: nn.Conv2d, residual: Tensor | None = None) -> Tensor:
     """``bias_act`` of a convolution with a bias, without gradients: x [N, C, H, W] -> [N, O, H', W'], as the residual.
 
-    It is one call of cuDNN, or a product: of a 1 × 1 convolution of many pixels, or a 3 × 3 convolution of few.
+    It is one call of cuDNN, or a product: of a 1 × 1 convolution of many pixels, or a 3 × 3 convolution of few. A
+    modified layer is called as a module.
     """
     bias: Any = conv.bias
+    if not is_unmodified(conv, nn.Conv2d):
+        out = conv(x)
+        return F.relu(out if residual is None else out + residual)
     if (out := _pointwise_act(x, conv, (*NO_NORM[:3], bias), residual, NO_NORM, 0.0)) is not None:
         return out
     if _is_of_windows(x, conv):

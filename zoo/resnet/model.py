@@ -20,12 +20,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
 from zoo.engine.region import Region
 from zoo.ops.common import differentiated, is_unmodified
-from zoo.ops.images import Norm, bias_act_pool, conv_bias_act, conv_norm_act, mean_linear, norm_act_pool, stem_conv
+from zoo.ops.images import (
+    Norm,
+    bias_act_pool,
+    conv_bias_act,
+    conv_norm_act,
+    max_pool,
+    mean_linear,
+    norm_act_pool,
+    stem_conv,
+)
 from zoo.weights import keep_channels_last
 
 STEM_WIDTH = 64
@@ -218,13 +228,12 @@ class Stem(Unit):
     def forward(self, x: Tensor) -> Tensor:
         """Images [N, C_in, H, W] -> [N, 64, ⌈H / 4⌉, ⌈W / 4⌉]."""
         conv = self.conv
-        if self.norm is None:
-            return bias_act_pool(stem_conv(x, conv), conv.bias)  # type: ignore[arg-type]
-        if is_unmodified(conv, nn.Conv2d):
-            x = stem_conv(x, conv)
-        else:
-            x = conv(x.contiguous(memory_format=torch.channels_last))
-        return norm_act_pool(x, _norm_of(self.norm))
+        unmodified = is_unmodified(conv, nn.Conv2d)
+        x = stem_conv(x, conv) if unmodified else conv(x.contiguous(memory_format=torch.channels_last))
+        if self.norm is not None:
+            return norm_act_pool(x, _norm_of(self.norm))
+        # A modified convolution has added its bias.
+        return bias_act_pool(x, conv.bias) if unmodified else max_pool(F.relu(x))  # type: ignore[arg-type]
 
 
 class BasicBlock(nn.Module):
