@@ -292,8 +292,6 @@ def engine() -> list[Refusal]:
                 ({"args": torch.ones(2, 4)}, r"args is a Tensor, expected a tuple of arguments: \(x,\)"),
                 ({"args": {"x": 1}}, r"args is a dict, .* or kwargs=\{'x': x\}"),
                 ({"kwargs": (1,)}, "kwargs is a tuple, expected a dict of arguments by name"),
-                ({"inputs": 3}, "args is a int, expected a tuple"),
-                ({"args": (1,), "inputs": (1,)}, "leave inputs= out"),
             )
         ),
         (lambda: zoo.cuda_graph(3), "fn is a int", TypeError),
