@@ -6,7 +6,6 @@ two halves of the MLP.
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.engine.call import outermost_call
 from zoo.files import upstream
-from zoo.llm.model import LLM, WEIGHT_DTYPES, LLMConfig, QuantizedEmbedding, QuantizedLinear, RopeScaling
+from zoo.llm.model import LLM, WEIGHT_DTYPES, LLMConfig, RopeScaling, products_of, quantize_products
 from zoo.ops.common import is_sharded, is_unmodified
 from zoo.weights import Placement, Table, WeightMap, check_class, unsupported
 
@@ -233,23 +232,13 @@ def quantize(model: LLM, weight_dtype: str = "int8") -> LLM:
         raise ValueError(f"the model's weights are {model.config.weight_dtype} already; quantize the original")
     if any(outermost_call(each) is not None for each in model.modules()):
         raise ValueError("the model is compiled or captured: quantize it before, or call zoo.uncompile(model) first")
-    products = re.compile(r"layers\.\d+\.\w+_proj|lm_head|embed_tokens")
-    found = {name: each for name, each in model.named_modules() if products.fullmatch(name)}
-    for name, each in found.items():
+    for name, each in products_of(model).items():
         plain = is_unmodified(each, nn.Embedding if name == "embed_tokens" else nn.Linear)
         if not plain or is_sharded(each.weight) or type(each.weight) is not nn.Parameter:
             raise ValueError(f"{name} is a {type(each).__name__} that was changed; quantize the model before that")
-    dtype = getattr(torch, weight_dtype)
-    for name, each in found.items():
-        made = QuantizedEmbedding if name == "embed_tokens" else QuantizedLinear
-        with torch.device("meta"):
-            new = made(each.weight.shape[1], each.weight.shape[0], False, dtype)
-        new.bias = getattr(each, "bias", None)
-        new.set_weight(each.weight)
-        owner, _, last = name.rpartition(".")
-        setattr(model.get_submodule(owner), last, new.train(each.training))
+    quantize_products(model, weight_dtype)
     model.config = dataclasses.replace(model.config, weight_dtype=weight_dtype)
-    return model.requires_grad_(False)
+    return model
 
 
 _OF_FOLDER = ("pad_token_id", "bos_token_id", "eos_token_id", "weight_dtype")

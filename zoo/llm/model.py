@@ -19,8 +19,8 @@ and value heads, D width of a head, S slots of the cache, P positions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -239,17 +239,12 @@ class QuantizedLinear(nn.Module):
     Numbers of float8 are stored by their bits, as uint8: ``model.to(dtype)`` would round them.
     """
 
-    def __init__(self, columns: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
-        self.set_weight(torch.randn(rows, columns) * 0.02)
-
-    def set_weight(self, weight: Tensor) -> None:
-        """Quantize a weight [N, C]."""
+        self.dtype, self.bias = dtype, bias
         with torch.inference_mode(False), torch.no_grad():  # a model outlives the mode that it was made in
-            numbers, scale = quantized(weight.detach().clone() if weight.is_inference() else weight, self.dtype)
-            numbers = numbers if self.dtype == torch.int8 else numbers.view(torch.uint8)
+            numbers, scale = quantized(weight.detach().clone() if weight.is_inference() else weight, dtype)
+            numbers = numbers if dtype == torch.int8 else numbers.view(torch.uint8)
             self.weight = nn.Parameter(numbers, requires_grad=False)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
 
@@ -298,12 +293,6 @@ def dense_weight(product: Any) -> Tensor:
     return weight if scale is None else dequantized(weight, scale)
 
 
-def _linear_class(config: LLMConfig) -> Callable[..., Any]:
-    if config.weight_dtype is None:
-        return nn.Linear
-    return functools.partial(QuantizedLinear, dtype=getattr(torch, config.weight_dtype))
-
-
 class LLMLayer(nn.Module):
     """Attention and MLP, each with a norm before it and a residual add after it."""
 
@@ -313,14 +302,13 @@ class LLMLayer(nn.Module):
         self.heads, self.key_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head_dim
         self.window = config.sliding_window
         self.input_layernorm = RMSNorm(width, eps)
-        linear = _linear_class(config)
-        self.qkv_proj = linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
+        self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.key_heads) * head_dim, bias=config.qkv_bias)
         self.q_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if config.qk_norm else None
-        self.o_proj = linear(self.heads * head_dim, width, bias=False)
+        self.o_proj = nn.Linear(self.heads * head_dim, width, bias=False)
         self.post_attention_layernorm = RMSNorm(width, eps)
-        self.gate_up_proj = linear(width, 2 * inner, bias=False)
-        self.down_proj = linear(inner, width, bias=False)
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(
         self, x: Tensor, rotary: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
@@ -460,20 +448,17 @@ class LLM(GenerationMixin):
         super().__init__()
         self.config = config
         words, width = config.vocab_size, config.hidden_size
-        linear = _linear_class(config)
         self.embed_tokens: Any = nn.Embedding(words, width, padding_idx=config.pad_token_id)
-        if config.weight_dtype is not None:
-            self.embed_tokens = QuantizedEmbedding(width, words, False, getattr(torch, config.weight_dtype))
         self.rotary = RotaryTable(config)
         self.layers = nn.ModuleList(LLMLayer(config) for _ in range(config.num_hidden_layers))
         self.head = LLMHead(config)
         # Tied weights exist once: forward passes the embedding's weight to the head.
-        self.lm_head: Any = None if config.tie_word_embeddings else linear(width, words, bias=False)
+        self.lm_head: Any = None if config.tie_word_embeddings else nn.Linear(width, words, bias=False)
         # Set by tensor parallelism: what computes logits from the head, its input and the weight.
         self.split_logits: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
         self.apply(initialise)
         if config.weight_dtype is not None:
-            self.requires_grad_(False)  # norms that learn would give all layers but the first an input that does
+            quantize_products(self, config.weight_dtype)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
@@ -567,6 +552,22 @@ class LLM(GenerationMixin):
         for layer, held in zip(self.layers, cache.layers, strict=True):
             x = layer(x, rotary, None, positions, held, from_start and held.dtype == x.dtype)
         return x
+
+
+def products_of(model: LLM) -> dict[str, Any]:
+    """The linear layers and the embedding, by name: all whose weights ``quantize`` stores in one byte a number."""
+    names = re.compile(r"layers\.\d+\.\w+_proj|lm_head|embed_tokens")
+    return {name: each for name, each in model.named_modules() if names.fullmatch(name)}
+
+
+def quantize_products(model: LLM, weight_dtype: str) -> None:
+    """Replace each of ``products_of`` by a quantized one, in place."""
+    for name, each in products_of(model).items():
+        made = QuantizedEmbedding if name == "embed_tokens" else QuantizedLinear
+        new = made(each.weight, getattr(each, "bias", None), getattr(torch, weight_dtype))
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, new.train(each.training))
+    model.requires_grad_(False)  # norms that learn would give all layers but the first an input that does
 
 
 def _select_positions(x: Tensor, which: int | Tensor) -> Tensor:
