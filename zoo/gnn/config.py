@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zoo import validate
@@ -172,7 +171,7 @@ class GraphBatchNorm(nn.BatchNorm1d):
         return out.to(x.dtype)
 
 
-class GraphLayerNorm(nn.Module):
+class GraphLayerNorm(nn.LayerNorm):
     """Layer normalisation, torch-geometric's ``LayerNorm``: [N, C] -> [N, C].
 
     It normalises over all nodes and channels (``mode="graph"``, eps added to the deviation), or over the channels of
@@ -180,18 +179,15 @@ class GraphLayerNorm(nn.Module):
     """
 
     def __init__(self, channels: int, eps: float = 1e-5, affine: bool = True, mode: str = "graph") -> None:
-        super().__init__()
+        super().__init__(channels, eps=eps, elementwise_affine=affine)
         if mode not in ("graph", "node"):
             raise ValueError(f"norm_kwargs has mode={mode!r}, expected 'graph' or 'node'")
-        self.eps = eps
         self.over_nodes = mode == "graph"
-        node = nn.LayerNorm(channels, eps=eps, elementwise_affine=affine)
-        self.weight, self.bias = node.weight, node.bias
 
     def forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Features [N, C] -> [N, C]; ``rows`` [] int64, how many of them are nodes, or None for all."""
         if not self.over_nodes:
-            return F.layer_norm(x, (x.shape[1],), self.weight, self.bias, self.eps)
+            return super().forward(x)
         if rows is None:
             x = x - x.mean()
             x = x / (x.std(unbiased=False) + self.eps)

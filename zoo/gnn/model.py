@@ -14,7 +14,6 @@ sources, whose first D are the destinations.
 Shape legend: N nodes (S sources and D destinations where they differ), E edges, C channels, H heads.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
@@ -63,8 +62,7 @@ class _Conv(nn.Module):
         if isinstance(x, tuple) and not len(x) == len(linears) == 2:
             takes = "features of the sources alone" if len(linears) == 1 else "two tensors, sources and destinations"
             raise TypeError(f"x is a tuple of {len(x)}, expected {takes}")
-        sides: Any = x if isinstance(x, tuple) else (x, x)
-        sources, own = sides
+        sources, own = x if isinstance(x, tuple) else (x, x)
         for each, linear in zip((sources, own), linears, strict=False):
             if linear is not None:
                 validate.tensor("x", each, f"N {linear.in_features}", kinds="floating", like=linear.weight)
@@ -232,8 +230,7 @@ class GATConv(_Conv):
             if linear is not None:
                 nn.init.xavier_uniform_(linear.weight)
         for vector in (self.att_src, self.att_dst):
-            bound = math.sqrt(6.0 / (vector.shape[1] + vector.shape[2]))
-            nn.init.uniform_(vector, -bound, bound)
+            nn.init.xavier_uniform_(vector[0])
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
