@@ -548,6 +548,7 @@ def test_the_command_compiles_and_tells(tmp_path, capsys, monkeypatch) -> None:
     assert main(["info", str(tmp_path)]) == 2 and "no folder that" in capsys.readouterr().err
     for name, option, words in (
         ("gcn-debug", ["--input", "nodes=16", "--out", folder], "no size 'nodes'"),
+        ("gcn-debug", ["--input", "num_nodes", "--out", folder], "'num_nodes' is not NAME=SIZE"),
         ("gcn-debug", ["--input", "num_nodes=8,num_nodes=9", "--out", folder], "a size twice; repeat --input"),
         ("llm-debug", ["--input", "decode-1", "--out", folder], "decode-1: expected rows and slots"),
         ("llm-debug", ["--out", str(tmp_path)], "is not a folder of compiled regions"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -60,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         "--matmul-precision", choices=("highest", "high", "medium"), default="highest",
         help="torch.set_float32_matmul_precision of the program that will load (default: highest, which is torch's)",
     )  # fmt: skip
-    compiles.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the config")
     compiles.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to overwrite")
     compiles.set_defaults(command=_compile)
     info = commands.add_parser("info", help="what is in a folder, and for which machine")
@@ -83,8 +81,7 @@ def _compile(given: argparse.Namespace) -> None:
         )
     torch.set_float32_matmul_precision(given.matmul_precision)
     device = advise.device_of(given.device)
-    config = {name: _value(value) for name, value in map(_pair, given.set)}
-    model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype), **config).train(given.train)
+    model = zoo.create(given.name, device=device, dtype=getattr(torch, given.dtype)).train(given.train)
     zoo.compile_regions(model)
     for text in given.input or [""]:
         inputs = _inputs(model, text)  # outside inference mode, whose tensors need other graphs
@@ -95,10 +92,15 @@ def _compile(given: argparse.Namespace) -> None:
 
 def _inputs(model: Any, text: str) -> dict[str, Any]:
     if not text.startswith("decode-"):
-        sizes = list(map(_pair, filter(None, text.split(","))))
-        if len(dict(sizes)) < len(sizes):
-            raise ValueError(f"--input {text} gives a size twice; repeat --input for each shape")
-        return zoo.example_inputs(model, **{name: _value(value) for name, value in sizes})
+        sizes: dict[str, Any] = {}
+        for part in filter(None, text.split(",")):
+            name, equals, size = part.partition("=")
+            if not equals:
+                raise ValueError(f"--input {text}: {part!r} is not NAME=SIZE")
+            if name in sizes:
+                raise ValueError(f"--input {text} gives a size twice; repeat --input for each shape")
+            sizes[name] = int(size) if size.isdecimal() else size
+        return zoo.example_inputs(model, **sizes)
     if not hasattr(model, "make_cache"):
         raise ValueError(f"{text} is for language models, not for a {type(model).__name__}")
     if (found := re.fullmatch(r"decode-([1-9]\d*)x([1-9]\d*)", text)) is None:
@@ -106,20 +108,6 @@ def _inputs(model: Any, text: str) -> dict[str, Any]:
     batch, slots = map(int, found.groups())
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=next(model.parameters()).device)
     return {"input_ids": tokens, "position_ids": tokens + slots // 2, "cache": model.make_cache(batch, slots)}
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} is not NAME=VALUE")
-    return name, value
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def _info(given: argparse.Namespace) -> None:
