@@ -366,13 +366,12 @@ class NeighborSampler:
 
 def _in_threads(make: Callable[[int], Any], count: int, workers: int) -> Iterator[Any]:
     """Results of ``make`` for 0 to ``count``, in order, computed ahead by threads that run on one core each."""
-    workers, openmp = min(workers, count), torch.backends.openmp.is_available()
-    ready, threads = threading.Barrier(workers + 1), torch.get_num_threads()
+    workers, threads = min(workers, count), torch.get_num_threads()
+    ready = threading.Barrier(workers + 1)
 
     def take_one_core() -> None:
-        if openmp:  # without OpenMP torch has one pool for all threads
-            torch.get_num_threads()  # a thread's first call initialises its number
-            torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread's first call initialises its number
+        torch.set_num_threads(1)
         ready.wait()
 
     pool = ThreadPoolExecutor(workers, initializer=take_one_core)
@@ -380,8 +379,7 @@ def _in_threads(make: Callable[[int], Any], count: int, workers: int) -> Iterato
         # Two per thread: one is sampled while the other waits for the training step.
         ahead = deque(pool.submit(make, index) for index in range(min(count, 2 * workers)))
         ready.wait()
-        if openmp:
-            torch.set_num_threads(threads)  # for threads that start later
+        torch.set_num_threads(threads)  # for threads that start later
         for index in range(len(ahead), count):
             ahead.append(pool.submit(make, index))
             yield ahead.popleft().result()
