@@ -57,31 +57,23 @@ def tensor(
     device = like.device if isinstance(like, Tensor) else like
     if device is not None and given.device != device:
         raise ValueError(f"{name} is on {given.device} and {like_name} on {device}; move one of them")
-    kind(name, given, kinds, like=like if isinstance(like, Tensor) else None, like_name=like_name, hint=hint)
-
-
-def kind(
-    name: str, given: Tensor, kinds: str | Collection[torch.dtype] | None, *, like: Tensor | None = None,
-    like_name: str = "the weights", hint: str = "",
-) -> None:  # fmt: skip
-    """The dtype of a tensor, as for :func:`tensor`; TypeError otherwise."""
+    dtype = like.dtype if isinstance(like, Tensor) else None
     if kinds == "floating":
-        expected = "floating-point numbers" if like is None else str(like.dtype)
         if not given.is_floating_point():
-            raise TypeError(f"{name} is {given.dtype}, expected {expected}{hint}")
+            raise TypeError(f"{name} is {given.dtype}, expected {dtype or 'floating-point numbers'}{hint}")
     elif kinds is not None:
         known = INTEGERS if kinds == "integer" else tuple(kinds)
         if given.dtype not in known:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in known)  # type: ignore[arg-type]
+            names = " or ".join(str(each).removeprefix("torch.") for each in known)
             remedy = "" if kinds == "integer" else f"; use {name}.to({known[0]})"
             raise TypeError(f"{name} is {given.dtype}, expected {names}{remedy}{hint}")
-    if like is None or given.dtype == like.dtype or not like.is_floating_point() or kinds == "integer":
+    if dtype is None or given.dtype == dtype or not dtype.is_floating_point or kinds == "integer":
         return
     # Autocast leaves float64 as it is.
-    castable = given.is_floating_point() and torch.float64 not in (given.dtype, like.dtype)
+    castable = given.is_floating_point() and torch.float64 not in (given.dtype, dtype)
     if not castable or not torch.is_autocast_enabled(given.device.type):
         also = ", or torch.autocast" if castable else ""
-        raise TypeError(f"{name} is {given.dtype} and {like_name} {like.dtype}; use {name}.to({like.dtype}){also}")
+        raise TypeError(f"{name} is {given.dtype} and {like_name} {dtype}; use {name}.to({dtype}){also}")
 
 
 def on_host(tensor: Tensor) -> bool:
@@ -94,7 +86,7 @@ def on_host(tensor: Tensor) -> bool:
 
 def in_range(name: str, ids: Tensor, limit: int, field: str, hint: str = "", *, ignored: int | None = None) -> None:
     """Integers from 0 to below ``limit``, which the model calls ``field``, or ``ignored``; read on the host only."""
-    kind(name, ids, "integer")
+    tensor(name, ids, kinds="integer")
     if not on_host(ids):
         return
     ids = ids if ignored is None else ids[ids != ignored]

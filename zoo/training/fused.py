@@ -130,7 +130,7 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit; expected [..., C] and [V, C]")
     if labels.shape != x.shape[:-1]:
         raise ValueError(f"labels are {list(labels.shape)}, expected one for each row of x: {list(x.shape[:-1])}")
-    validate.kind("labels", labels, (torch.int64,))
+    validate.tensor("labels", labels, kinds=(torch.int64,))
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; convert one, or run under autocast")
     if not labels.numel():
