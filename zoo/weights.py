@@ -71,8 +71,8 @@ class WeightMap(Generic[Model]):
     stem: str = "model"  # of the files with weights
     use_fields: tuple[str, ...] = ()  # fields of the config in which a folder may differ from a preset
     folder_fields: tuple[str, ...] = ()  # those of them that the folder decides
-    # (preset, weights) to the path of weights that the library knows by name; None for paths and hub ids.
-    find: Callable[[str, Any], Path | None] = lambda preset, weights: None
+    # (preset, a user's ``weights``) to the file or folder they mean; FileNotFoundError if a path does not exist.
+    locate: Callable[[str, Any], Path] = lambda preset, weights: locate(weights)
 
     def from_upstream(self, module: nn.Module) -> Model:
         """Our model with the weights of an upstream module, copied, in the same mode.
@@ -195,10 +195,6 @@ class WeightMap(Generic[Model]):
             self.write_config(checked.config, dtype, new)
             write_tensors(new, stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
-    def locate(self, preset: str, source: Any) -> Path:
-        """The file or folder that a user's ``weights`` mean; FileNotFoundError if a path does not exist."""
-        return self.find(preset, source) or locate(source)
-
     def config_for(self, folder: Path, config: Any, overridden: Collection[str]) -> Any:
         """A preset's config with the ``folder_fields`` of a folder's config that are not overridden.
 
@@ -290,8 +286,7 @@ def fill(
             if not (torch.equal(part, second) or torch.allclose(part, second, rtol=0, atol=0, equal_nan=True)):
                 raise ValueError(f"{source}: {key} differs from {place.name}, but the model has one tensor for both")
         for name in {wanted[key].name for key in absent}:
-            like = expected[name]
-            made[name] = torch.zeros_like(like, dtype=dtype if like.is_floating_point() else None, device=device)
+            made[name] = torch.zeros_like(expected[name], device=device)
     model.load_state_dict(made, strict=True, assign=True)
     for module in model.modules():
         if hasattr(module, "reset_buffers"):

@@ -15,7 +15,7 @@ from benchmarks.families import base, bert_arms
 from benchmarks.plan import Case
 from benchmarks.strategies import checkpointed, reference_losses
 from zoo.bert import Bert, BertConfig, pack, token_buckets
-from zoo.bert.convert import placements, skeleton
+from zoo.bert.convert import WEIGHTS, skeleton
 from zoo.bert.model import PRESETS
 
 # Learning rate times width, since wide models need smaller steps: 2e-6 at 768. With untrained weights and no warm-up,
@@ -92,7 +92,7 @@ class BertWorkload(base.Workload):
         packs = given.kind == "skewed" and case.impl == "zoo"
         model: nn.Module
         if case.impl == "zoo":
-            model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, placements(config)))
+            model = bert_arms.ZooStep(base.zoo_model(Bert, config, weights, WEIGHTS.placements(config)))
             if packs:
                 with base.timed("packing on the host", preparation, "cpu"):
                     buckets = token_buckets(given.batch, given.length)
@@ -147,7 +147,7 @@ def prepare_training(case: Case, *, seed: int) -> base.Prepared:
 
     model: nn.Module
     if case.impl == "zoo":
-        model = base.zoo_model(Bert, config, weights, placements(config))
+        model = base.zoo_model(Bert, config, weights, WEIGHTS.placements(config))
     else:
         model = bert_arms.build(config, weights)
     training = base.Training(

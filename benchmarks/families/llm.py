@@ -16,7 +16,7 @@ from benchmarks.families.llm_arms import Task, task_of
 from benchmarks.plan import Case
 from benchmarks.strategies import reference_losses
 from zoo.llm import LLM, LLMConfig, LLMLayer
-from zoo.llm.convert import placements, quantize
+from zoo.llm.convert import WEIGHTS, quantize
 from zoo.llm.model import PRESETS
 from zoo.training import LinearCrossEntropy, checkpoint_regions, float8_products
 
@@ -162,7 +162,7 @@ def _step(
     assert task.kind is not None, "an input of inference"
     held = past if task.kind == "decode" else None
     if case.impl == "zoo":
-        model = base.zoo_model(LLM, config, weights, placements(config))
+        model = base.zoo_model(LLM, config, weights, WEIGHTS.placements(config))
         if (kind := quantized(case)) is not None:
             quantize(model, QUANTIZED[kind])
         return llm_arms.ZOO[task.kind](model, task, tokens, held)
@@ -192,7 +192,7 @@ def prepare_training(case: Case, config: LLMConfig, *, seed: int) -> base.Prepar
     after_compile: Callable[[nn.Module], Any] | None = None
     if case.impl == "zoo":
         loss_module = LinearCrossEntropy()
-        model = Features(base.zoo_model(LLM, config, weights, placements(config)).requires_grad_(True))
+        model = Features(base.zoo_model(LLM, config, weights, WEIGHTS.placements(config)).requires_grad_(True))
         if quantized(case):
             float8_products(model, LLMLayer)
         if checkpointed:  # nothing in a layer is random

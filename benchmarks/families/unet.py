@@ -18,7 +18,7 @@ from benchmarks.plan import Case
 from benchmarks.strategies import READY_BATCHES, reference_losses
 from zoo.unet import Sampler, UNet, UNetConfig, make_schedule
 from zoo.unet.blocks import PRESETS
-from zoo.unet.convert import placements
+from zoo.unet.convert import WEIGHTS
 
 # Diffusers' Euler with Stable Diffusion's noise. Its tables are on the host, and it synchronises once per run.
 SCHEDULER: dict[str, Any] = {
@@ -108,7 +108,7 @@ class UNetWorkload(base.Workload):
         preparation: dict[str, float] = {}
         model: Any
         if case.impl == "zoo":
-            model = base.zoo_model(UNet, config, weights, placements(config))
+            model = base.zoo_model(UNet, config, weights, WEIGHTS.placements(config))
         else:
             model = unet_arms.build(config, weights)
             if case.impl == "upstream-tuned":

@@ -188,7 +188,6 @@ WEIGHTS = WeightMap(
         "classifier_dropout",
     ),
 )  # fmt: skip
-placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`, with ``head=`` of
 ``BertConfig`` among the fields to replace; the head that the checkpoint was saved with when left out."""

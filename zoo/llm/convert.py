@@ -247,7 +247,6 @@ WEIGHTS = WeightMap(
     finish=reset_buffers, adapt=adapt, read_config=read_config, write_config=write_config,
     use_fields=("max_position_embeddings", *_OF_FOLDER, "model_type"), folder_fields=_OF_FOLDER,
 )  # fmt: skip
-placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in transformers' format: :meth:`zoo.weights.WeightMap.load`."""
 save = WEIGHTS.save

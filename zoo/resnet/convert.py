@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo.files import upstream
+from zoo.files import locate, upstream
 from zoo.resnet.model import STEM_WIDTH, Join, ResNet, ResNetConfig, Unit
 from zoo.weights import Table, WeightMap, check_class, refuse_changed
 
@@ -80,15 +80,15 @@ def _norms() -> dict[str, type[nn.Module]]:
     return {"batch": nn.BatchNorm2d, "frozen": upstream("torchvision.ops").FrozenBatchNorm2d}
 
 
-def find_weights(name: str, weights: Any) -> Path | None:
-    """The file of a preset's pretrained weights in torch hub's cache, downloaded if missing; None for a path or hub id.
+def find_weights(name: str, weights: Any) -> Path:
+    """The file or folder of weights; pretrained weights of a preset by name are in torch hub's cache, or fetched there.
 
     ``weights`` is one of torchvision's weight enums, or its name, with or without the class: ``"IMAGENET1K_V2"``.
     """
     if isinstance(weights, Path):
-        return None
+        return locate(weights)
     if isinstance(weights, str) and (not _NAME.fullmatch(weights) or Path(weights).exists()):
-        return None
+        return locate(weights)
     try:
         enum = upstream("torchvision.models").get_model_weights(name)
         known = dict(enum.__members__)
@@ -141,5 +141,5 @@ def _folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
 
 WEIGHTS = WeightMap(
     name="resnet", noun="a ResNet", classes=(ResNet,), table=table, config_of=config_of, skeleton=skeleton,
-    find=find_weights,
+    locate=find_weights,
 )  # fmt: skip

@@ -189,10 +189,9 @@ def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
 WEIGHTS = WeightMap(
     name="unet", noun="a UNet", classes=(UNet,), table=table, config_of=config_of, skeleton=skeleton,
     finish=lambda module: module.to(memory_format=torch.contiguous_format),  # the zoo's weights are in channels_last
-    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM, find=find_weights,
+    tensors_of=_merged_tensors, read_config=read_config, write_config=write_config, stem=_STEM, locate=find_weights,
     use_fields=("sample_size", "upcast_attention", "dropout"),
 )  # fmt: skip
-placements = WEIGHTS.placements
 load = WEIGHTS.load
 """A model from a folder or hub id in diffusers' format: :meth:`zoo.weights.WeightMap.load`."""
 save = WEIGHTS.save
