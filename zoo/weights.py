@@ -345,18 +345,23 @@ def unsupported(whose: str, option: str, value: Any, why: str) -> NoReturn:
     raise ValueError(f"{whose} with {option}={value!r} is not supported: {why}")
 
 
-def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, whose: str) -> None:
-    """Refuse an upstream model, which errors call ``whose``, where it differs from its config's skeleton."""
+def refuse_changed(theirs: Mapping[str, nn.Module], made: nn.Module, whose: str, *free: str) -> None:
+    """Refuse an upstream model, which errors call ``whose``, where it differs from its config's skeleton.
+
+    The modules of one name have one class and the same options, which are plain attributes, apart from ``free`` ones.
+    """
     expected = dict(made.named_modules())
+    free = (*free, "training", "gradient_checkpointing", "inplace")  # refuse_lost reports the first two
     for name in {**expected, **theirs}:
-        if name not in theirs or name not in expected:
-            unsupported(whose, name, theirs.get(name), "the configuration says otherwise; convert an unchanged model")
-        found, wanted = theirs[name], expected[name]
-        # A module without children is defined by its class and options, which its text shows.
-        leaf = not list(wanted.children())
-        if type(found) is not type(wanted) or (leaf and not isinstance(found, nn.ReLU) and repr(found) != repr(wanted)):
-            expects = wanted if leaf else type(wanted).__name__
+        found, wanted = theirs.get(name), expected.get(name)
+        if type(found) is not type(wanted):
+            expects = "no such module" if wanted is None else type(wanted).__name__
             unsupported(whose, name, found, f"expected {expects}; convert an unchanged model")
+        for key, value in vars(wanted).items():
+            plain = isinstance(value, (bool, int, float, str, tuple, type(None))) and not key.startswith("_")
+            if plain and key not in free and (given := getattr(found, key, value)) != value:
+                option = f"{name}.{key}".removeprefix(".")
+                unsupported(whose, option, given, f"expected {value!r}; convert an unchanged model")
 
 
 # A module's own hooks, and torch-geometric's around the steps of message passing.

@@ -11,7 +11,7 @@ from torch import nn
 from zoo.files import upstream
 from zoo.gnn.config import ACTIVATIONS, GNNConfig
 from zoo.gnn.model import GAT, GCN, MODELS, GraphSAGE
-from zoo.weights import Table, WeightMap, unsupported
+from zoo.weights import Table, WeightMap, refuse_changed, unsupported
 
 # {model name: (config, convolution name)}; attributes of torch-geometric's convolution are the config's fields.
 _MODELS = {model.__name__: (config, conv.__name__) for config, (model, conv) in MODELS.items()}
@@ -20,9 +20,6 @@ _NORMS = {
     "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
     "LayerNorm": ("layer", ("eps", "affine", "mode")),
 }
-# Attributes in which equivalent convolutions and norms may differ: lazy widths, modes, aliases of an aggregation, and
-# whether the graph is cached (the zoo always caches it).
-_FREE = ("in_channels", "training", "aggr", "cached")
 
 
 def table(config: GNNConfig) -> Table:
@@ -31,7 +28,7 @@ def table(config: GNNConfig) -> Table:
     return {"convs.{}": "layers.{}.conv", norm: "layers.{}.epilogue.norm", "lin": "head.lin"}
 
 
-def skeleton(config: GNNConfig) -> nn.Module:
+def skeleton(config: GNNConfig) -> Any:
     """torch-geometric's model on the meta device."""
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     act_kwargs = options.pop("act_kwargs")
@@ -68,21 +65,10 @@ def config_of(module: Any) -> GNNConfig:
         dropout=module.dropout.p, act_first=module.act_first, jk=module.jk_mode, **_activation(module),
         **_norm(module), **own,
     )  # fmt: skip
-    _check_unchanged(module, skeleton(config))
+    ours, theirs = (nn.ModuleDict({"convs": each.convs, "norms": each.norms}) for each in (skeleton(config), module))
+    # Equal convolutions may differ in lazy widths, aliases of an aggregation, and caching: the zoo always caches.
+    refuse_changed(dict(theirs.named_modules()), ours, f"torch-geometric's {name}", "in_channels", "aggr", "cached")
     return config
-
-
-def _check_unchanged(module: Any, made: Any) -> None:
-    for part in ("convs", "norms"):
-        theirs, expected = (dict(getattr(each, part).named_modules(prefix=part)) for each in (module, made))
-        for name in {**expected, **theirs}:
-            found, wanted = theirs.get(name), expected.get(name)
-            if type(found) is not type(wanted):
-                _refuse(module, name, type(found).__name__, f"expected {type(wanted).__name__}")
-            for key, value in vars(wanted).items():
-                plain = isinstance(value, (bool, int, float, str, tuple, type(None)))
-                if plain and key[0] != "_" and key not in _FREE and getattr(found, key) != value:
-                    _refuse(module, f"{name}.{key}", getattr(found, key), f"expected {value!r}")
 
 
 def _activation(module: Any) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
         for name, child in module.named_modules()
         if ".lora_" not in name
     }
-    refuse_changed(theirs, expected, _WHOSE)
+    refuse_changed(theirs, expected, _WHOSE, "sample_size")
 
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
