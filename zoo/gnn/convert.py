@@ -15,11 +15,8 @@ from zoo.weights import Table, WeightMap, refuse_changed, unsupported
 
 # {model name: (config, convolution name)}; attributes of torch-geometric's convolution are the config's fields.
 _MODELS = {model.__name__: (config, conv.__name__) for config, (model, conv) in MODELS.items()}
-# {torch-geometric's norm: the zoo's norm and its options}.
-_NORMS = {
-    "BatchNorm": ("batch", ("eps", "momentum", "affine", "track_running_stats")),
-    "LayerNorm": ("layer", ("eps", "affine", "mode")),
-}
+# {torch-geometric's norm: the zoo's}.
+_NORMS = {"BatchNorm": "batch", "LayerNorm": "layer"}
 
 
 def table(config: GNNConfig) -> Table:
@@ -77,7 +74,7 @@ def _activation(module: Any) -> dict[str, Any]:
         return {"act": None}
     for key, cls in ACTIVATIONS.items():
         if type(act) is cls:
-            return {"act": key, "act_kwargs": _options(cls, act, inspect.signature(cls).parameters)}
+            return {"act": key, "act_kwargs": _options(cls, act)}
         if any(act is getattr(where, key, None) for where in (torch, F)):
             return {"act": key}
     _refuse(module, "act", act, f"supported are {', '.join(ACTIVATIONS)}")
@@ -90,15 +87,15 @@ def _norm(module: Any) -> dict[str, Any]:
     name = type(norm).__name__
     if name not in _NORMS or type(norm) is not getattr(upstream("torch_geometric.nn"), name):
         _refuse(module, "norm", norm, f"supported are torch-geometric's {' and '.join(_NORMS)}")
-    kind, options = _NORMS[name]
-    return {"norm": kind, "norm_kwargs": _options(type(norm), getattr(norm, "module", norm), options)}
+    return {"norm": _NORMS[name], "norm_kwargs": _options(type(norm), getattr(norm, "module", norm))}
 
 
-def _options(cls: type, holder: Any, names: Any) -> dict[str, Any]:
-    """The arguments of a class that differ from its defaults, read from ``holder``."""
-    defaults = inspect.signature(cls).parameters
-    given = {name: getattr(holder, name, defaults[name].default) for name in names}
-    return {name: value for name, value in given.items() if value != defaults[name].default}
+def _options(cls: type, holder: Any) -> dict[str, Any]:
+    """The optional arguments of a class that differ from its defaults, read from ``holder``."""
+    parameters = inspect.signature(cls).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    given = {name: getattr(holder, name, default) for name, default in defaults.items()}
+    return {name: value for name, value in given.items() if value != defaults[name]}
 
 
 def _refuse(module: nn.Module, option: str, value: Any, why: str) -> NoReturn:
