@@ -116,8 +116,7 @@ def create(
             finally:
                 torch.set_default_dtype(default)
         path = family.weights.locate(name, weights)
-        if path.is_dir():
-            config = family.weights.config_for(path, config, overrides)
+        config = family.weights.config_for(path, config, overrides)
         return family.weights.read(path, config, str(weights), device=device, dtype=dtype or default)
 
 

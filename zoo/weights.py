@@ -196,7 +196,7 @@ class WeightMap(Generic[Model]):
             write_tensors(new, stem, self.upstream_tensors(checked), max_shard_size=max_shard_size)
 
     def config_for(self, folder: Path, config: Any, overridden: Collection[str]) -> Any:
-        """A preset's config with the ``folder_fields`` of a folder's config that are not overridden.
+        """A preset's config with the ``folder_fields`` of a folder's config, if any, that are not overridden.
 
         ValueError if the folder has another architecture, apart from overridden fields.
         """

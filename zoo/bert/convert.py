@@ -27,7 +27,7 @@ _HEADS = {
     "token-classification": "ForTokenClassification",
     "question-answering": "ForQuestionAnswering",
 }
-_CLASSES = {f"{name}{suffix}": (kind, head) for kind, name in _KINDS.items() for head, suffix in _HEADS.items()}
+_CLASSES = {f"{name}{suffix}": head for name in _KINDS.values() for head, suffix in _HEADS.items()}
 # {transformers' name: the zoo's name} of the heads.
 _HEAD_TABLES: dict[str, dict[str, str]] = {
     "bert masked-lm": {
@@ -105,7 +105,7 @@ def adapt(tensors: Mapping[str, Tensor], config: BertConfig, source: str) -> dic
 def config_of(module: Any) -> BertConfig:
     """The config of a transformers model; NotImplementedError for other classes."""
     check_class(module, "transformers", *_CLASSES)
-    _, head = _CLASSES[type(module).__name__]
+    head = _CLASSES[type(module).__name__]
     return convert_config(module.config, "none" if head == "pooled" and module.pooler is None else head)
 
 
@@ -133,7 +133,7 @@ def read_config(folder: Path, *, head: str | None = None, **overrides: Any) -> B
     theirs = upstream("transformers").AutoConfig.from_pretrained(folder, local_files_only=True)
     # A pretraining model has two heads. The zoo keeps the head of the masked language model.
     named = (getattr(theirs, "architectures", None) or [""])[0].replace("ForPreTraining", "ForMaskedLM")
-    config = convert_config(theirs, head or _CLASSES.get(named, ("", "pooled"))[1])
+    config = convert_config(theirs, head or _CLASSES.get(named, "pooled"))
     if head is None and config.head == "pooled" and not any("pooler." in key for key in read_tensors(folder)):
         overrides = {"head": "none", **overrides}
     return dataclasses.replace(config, **overrides)
