@@ -161,14 +161,12 @@ class CSRGraph:
         """The graph of a recipe, always derived from the original edges."""
         key = recipe, weight_dtype
         graph = self if key == (self.recipe, self.weight_dtype) else self._others.get(key)
-        if graph is not None:
-            graph._prepare()
-            return graph
-        if self._edge_weight is not None and not recipe.weighted:
-            raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
-        if recipe.normalize and not self.is_square:
-            raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
-        graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
+        if graph is None:
+            if self._edge_weight is not None and not recipe.weighted:
+                raise ValueError("the graph carries edge weights, which this layer does not use; build it without them")
+            if recipe.normalize and not self.is_square:
+                raise ValueError("normalisation needs a square graph; use normalize=False, or GraphSAGE or GAT")
+            graph = self._others[key] = CSRGraph(self._structure, self._edge_weight, recipe, weight_dtype)
         graph._prepare()
         return graph
 
