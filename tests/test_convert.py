@@ -256,6 +256,15 @@ BY_HAND: list[tuple[Make, Any, str]] = [
 ]
 
 
+def test_a_unet_whose_projections_were_fused_and_unfused_is_converted() -> None:
+    module = unet.make("sd")
+    inputs = unet.inputs(module)
+    module.fuse_qkv_projections()
+    module.unfuse_qkv_projections()
+    found, expected = (each(**inputs, return_dict=False)[0] for each in (zoo.from_upstream(module), module))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_parts_in_another_mode_are_not_converted_back() -> None:
     model = zoo.create("resnet-debug").train()
     model.stages[0].eval()

@@ -562,7 +562,9 @@ def products_of(model: LLM) -> dict[str, Any]:
 
 def quantize_products(model: LLM, weight_dtype: str) -> None:
     """Replace each of ``products_of`` by a quantized one, in place."""
-    for name, each in products_of(model).items():
+    products = products_of(model)
+    while products:
+        name, each = products.popitem()  # not kept, so that only one is in memory twice
         made = QuantizedEmbedding if name == "embed_tokens" else QuantizedLinear
         new = made(each.weight, getattr(each, "bias", None), getattr(torch, weight_dtype))
         owner, _, last = name.rpartition(".")

@@ -7,6 +7,7 @@ cross-attentions; all blocks' products with the timestep.
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,10 @@ def skeleton(config: UNetConfig) -> Any:
         return theirs(**upstream_config(config))
 
 
+# Names of what adapters add, and of projections that diffusers fused and keeps after unfuse_qkv_projections().
+_ADDED = re.compile(r"\.lora_|\.to_q?kv\b").search
+
+
 def _check_unchanged(module: Any, expected: nn.Module) -> None:
     from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 
@@ -163,14 +168,15 @@ def _check_unchanged(module: Any, expected: nn.Module) -> None:
     theirs = {
         name.replace(".base_layer", ""): child.get_base_layer() if hasattr(child, "get_base_layer") else child
         for name, child in module.named_modules()
-        if ".lora_" not in name
+        if not _ADDED(name)
     }
-    refuse_changed(theirs, expected, _WHOSE, "sample_size")
+    # The attention processors, checked above, decide whether fused projections are used.
+    refuse_changed(theirs, expected, _WHOSE, "sample_size", "fused_projections")
 
 
 def _merged_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All tensors by their names without adapters, with active adapters merged."""
-    own = ((name, tensor) for name, tensor in module.named_parameters() if ".lora_" not in name)
+    own = ((name, tensor) for name, tensor in module.named_parameters() if not _ADDED(name))
     tensors: dict[str, Tensor] = {name.replace(".base_layer", ""): tensor for name, tensor in own}
     for name, child in module.named_modules():
         if hasattr(child, "get_base_layer"):  # peft has put adapters on this layer
