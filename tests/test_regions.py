@@ -118,6 +118,19 @@ def test_the_report_says_which_inputs_and_which_entries_of_a_configuration_diffe
     assert "differs: inputs['store']['x']: not given / a tensor / 1" in text
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_rates_of_torchs_dropout_are_constants_and_cost_a_graph_each(training: bool) -> None:
+    def block(width: int, rate: float) -> Block:
+        return Block(linear=nn.Sequential(nn.Linear(width, width), nn.Dropout(rate)))
+
+    model = Sequence(block(4, 0.1), block(4, 0.2), block(4, 0.3)).train(training)
+    report = zoo.find_regions(model, [Block], kwargs={"x": torch.ones(2, 4)})
+    assert report.graphs == "3" and "differs: linear.1.p: 0.1, 0.2, 0.3\n" in f"{report}\n"
+    zoo.compile_regions(model, regions=[Block], kwargs={"x": torch.ones(2, 4)}, backend="eager")
+    with zoo.enforce_budget(model):
+        assert zoo.warm_up(model, x=torch.ones(2, 4)).graphs == 3
+
+
 @pytest.mark.gpu
 def test_device_share_on_a_gpu() -> None:
     model = Stack(width=512, depth=4).cuda()

@@ -441,11 +441,17 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
         yield f"parameters: {_abbreviate(different, 2)}"
     elif len({structure(module) for module in modules.values()}) > 1:
         yield "parameters, buffers or submodules that only some have"
-    # Where tensors differ, so does the configuration of torch's own modules; it would only repeat them.
-    attributes = [_read(name, module, observed, configuration=not different) for name, module in modules.items()]
+    attributes = [_read(name, module, observed, configuration=True) for name, module in modules.items()]
+    own = {key for name, module in modules.items() for key in _read(name, module, observed, configuration=False)}
+    alike: dict[tuple[Hashable, str], set[Attribute]] = defaultdict(set)
+    for module, attribute in zip(modules.values(), attributes, strict=True):
+        for key, value in attribute.items():
+            alike[structure(module), key].add(value)
+    among_equal_tensors = {key for (_, key), values in alike.items() if len(values) > 1}
     for key in dict.fromkeys(key for attribute in attributes for key in attribute if key not in symbols):
         values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
-        if len(values) > 1:
+        # The configuration of torch's own modules differs where tensors do, and would only repeat them.
+        if len(values) > 1 and (key in own or key in among_equal_tensors):
             texts = list(values)
             if any(attribute[key].kind == "contents" for attribute in attributes if key in attribute):
                 held = [text.split(", ") for text in texts]  # a configuration is long: only what differs in it

@@ -170,8 +170,10 @@ def lifted_in(modules: Iterable[nn.Module]) -> Lifted:
     for module in modules:
         built = numbers[structure(module)]
         for prefix, child in module.named_modules():
+            # Dynamo runs torch's dropout with its rate as a constant, in eval mode too.
+            rate = "p" if isinstance(child, nn.modules.dropout._DropoutNd) else None
             for name, value in vars(child).items():
-                if type(value) in (int, float):
+                if type(value) in (int, float) and name != rate:
                     path = f"{prefix}.{name}" if prefix else name
                     built[path].append(value)
                     everywhere[path].append(value)
