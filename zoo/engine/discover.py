@@ -445,8 +445,9 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
     own = {key for name, module in modules.items() for key in _read(name, module, observed, configuration=False)}
     alike: dict[tuple[Hashable, str], set[Attribute]] = defaultdict(set)
     for module, attribute in zip(modules.values(), attributes, strict=True):
+        built = structure(module)
         for key, value in attribute.items():
-            alike[structure(module), key].add(value)
+            alike[built, key].add(value)
     among_equal_tensors = {key for (_, key), values in alike.items() if len(values) > 1}
     for key in dict.fromkeys(key for attribute in attributes for key in attribute if key not in symbols):
         values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
