@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -175,6 +176,30 @@ def test_a_forward_behind_a_decorator_is_compared_by_its_code(tmp_path: Path, mo
         cell = Decorated.forward.__closure__[0]
         monkeypatch.setattr(cell, "cell_contents", lambda block, x: block.linear(x).relu())
         assert torch.equal(model(x), eager(model, x)) and graphs() == before + 1
+
+
+class Makes(OrderedDict[str, type[nn.Module]]):
+    """Makes a module for a name, as ``ACT2FN`` of transformers."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Makes(relu=nn.ReLU)
+
+
+class Mapped(OfModule):
+    def forward(self, x: Tensor) -> Tensor:
+        return ACTIVATIONS["relu"](torch.vmap(self.linear)(x))
+
+
+def test_blocks_with_vmap_and_a_table_of_modules_are_saved(tmp_path: Path) -> None:
+    saved, model = written_and_loaded(Mapped, tmp_path / "compiled")
+    assert len(saved.entries) == 1 and not saved.skipped, saved
+    x, before = torch.randn(4, 8), graphs()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), eager(model, x))
+        assert graphs() == before
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["before the first call", "after a call"])

@@ -18,6 +18,7 @@ import io
 import marshal
 import math
 import pickle
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +33,11 @@ from zoo.engine.call import in_library, is_fixed
 from zoo.engine.signature import as_written, own_class
 from zoo.engine.traced import MODES, TensorKind, Traced, torch_state
 
-# Kinds of guards. The comparison of ``torch_state`` covers these.
+# Kinds of guards. The comparison of ``torch_state`` covers these; and inside a transform of torch.func regions run
+# eagerly.
 _OF_STATE = {
     *("GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "GLOBAL_STATE", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE"),
-    "AUTOGRAD_SAVED_TENSORS_HOOKS",
+    *("AUTOGRAD_SAVED_TENSORS_HOOKS", "FUNCTORCH_STACK_MATCH"),
 }
 _IDENTITY = {
     *("ID_MATCH", "BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH", "MODULE_MATCH", "CLASS_MATCH", "NAME_MATCH"),
@@ -47,10 +49,14 @@ _BY_CODE = {
 }
 # The same, but their code may be empty: Dynamo omits what an earlier guard has checked.
 _BY_CODE_ONCE = {"HASATTR", "DUPLICATE_INPUT", "DICT_CONTAINS", "DICT_NOT_CONTAINS", "SET_CONTAINS", "SET_NOT_CONTAINS"}
-_FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"}
+_FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.keys", "tuple", "set", "hasattr"} | {
+    *("dict.__getitem__", "list.__getitem__"),  # of a subclass, such as ACT2FN of transformers
+}
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # In names of guards on parts of functions, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
+# Torch, and its tables of containers, in which torch.vmap looks up the types of its arguments.
+_IS_PYTREE = re.compile(r"__import__\('torch'\)$|utils(\.|_dot_)_pytree").search
 # Pickle looks for these types in builtins, as their __module__ says, and finds few there.
 _TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}
 
@@ -279,6 +285,8 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
         kind, value = guard.kind, guard.value
         if kind in _OF_STATE or any(part in guard.name for part in _CODE):
             continue
+        if any(map(_IS_PYTREE, (guard.name, *guard.code))):
+            continue
         if guard.name.startswith("G[") and is_fixed(guard.name, kind, value, held, of_library):
             continue
         if kind == "SHAPE_ENV":  # conditions on symbols
@@ -374,7 +382,11 @@ class _Writer(ast.NodeTransformer):
 
     def text(self, code: str) -> str:
         """The variable that holds the value of an expression; a comparison becomes one between such variables."""
-        return ast.unparse(self.visit(ast.parse(code, mode="eval").body))
+        try:
+            parsed = ast.parse(code, mode="eval")
+        except SyntaxError as error:  # such as <class 'int'>
+            raise UnsavableError(f"its guards look at {code}") from error
+        return ast.unparse(self.visit(parsed.body))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         if ast.unparse(node.value) == "G":
