@@ -441,14 +441,16 @@ def _differences(modules: Modules, observed: Seen, symbols: Collection[str]) -> 
         yield f"parameters: {_abbreviate(different, 2)}"
     elif len({structure(module) for module in modules.values()}) > 1:
         yield "parameters, buffers or submodules that only some have"
-    attributes = [_read(name, module, observed, configuration=True) for name, module in modules.items()]
+    by_name = {name: _read(name, module, observed, configuration=True) for name, module in modules.items()}
     own = {key for name, module in modules.items() for key in _read(name, module, observed, configuration=False)}
-    alike: dict[tuple[Hashable, str], set[Attribute]] = defaultdict(set)
-    for module, attribute in zip(modules.values(), attributes, strict=True):
-        built = structure(module)
-        for key, value in attribute.items():
-            alike[built, key].add(value)
-    among_equal_tensors = {key for (_, key), values in alike.items() if len(values) > 1}
+    groups = [[by_name[name] for name in group] for group in _by_structure(modules)]
+    among_equal_tensors = {
+        key
+        for group in groups
+        for key in set().union(*group)
+        if len({attribute[key] for attribute in group if key in attribute}) > 1
+    }
+    attributes = by_name.values()
     for key in dict.fromkeys(key for attribute in attributes for key in attribute if key not in symbols):
         values = dict.fromkeys(str(attribute[key]) for attribute in attributes if key in attribute)
         # The configuration of torch's own modules differs where tensors do, and would only repeat them.

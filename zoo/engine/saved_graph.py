@@ -55,8 +55,9 @@ _FUNCTIONS = {"object.__getattribute__", "type", "len", "list", "dict", "dict.ke
 _FOR_NUMBERS = {"torch": torch, "math": math, "___as_tensor": torch._as_tensor_fullprec}
 # In names of guards on parts of functions, whose source files are compared instead.
 _CODE = ("__defaults__", "__kwdefaults__", "__code__", ".__dict__)")
-# Torch, and its tables of containers, in which torch.vmap looks up the types of its arguments.
-_IS_PYTREE = re.compile(r"__import__\('torch'\)$|utils(\.|_dot_)_pytree").search
+# In guards on torch itself and on its tables of containers, in which torch.vmap looks up its arguments' types. The
+# fingerprint of a folder covers torch's version.
+_READ_BY_VMAP = re.compile(r"__import__\('torch'\)$|utils(\.|_dot_)_pytree").search
 # Pickle looks for these types in builtins, as their __module__ says, and finds few there.
 _TYPES = {cls: name for name, cls in vars(types).items() if isinstance(cls, type)}
 
@@ -285,7 +286,7 @@ def _write_check(traced: Traced, space: Mapping[str, Any]) -> SavedCheck:
         kind, value = guard.kind, guard.value
         if kind in _OF_STATE or any(part in guard.name for part in _CODE):
             continue
-        if any(map(_IS_PYTREE, (guard.name, *guard.code))):
+        if any(map(_READ_BY_VMAP, (guard.name, *guard.code))):
             continue
         if guard.name.startswith("G[") and is_fixed(guard.name, kind, value, held, of_library):
             continue
